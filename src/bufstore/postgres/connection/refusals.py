@@ -20,6 +20,10 @@ _REFUSED = re.compile(
     r"unrecognized configuration parameter|invalid value for parameter|invalid command-line argument|"
     r"unsupported startup parameter|requires a (Boolean )?value|without restarting the server|"
     r"(certificate|private key) file|no such (database|user)|frontend protocol|min_protocol_version|"
+    r"without a valid SSL certificate|ALPN protocol|no application protocol|unrecognized name|no protocols available|"
+    r"could not find digest|server certificate signature algorithm|host name must be specified|"
+    # what listens there is no Postgres
+    r"invalid response to SSL negotiation|expected authentication request|wrong version number|"
     # from here on, libpq did not even try
     r"invalid (\S+|integer|port|SCRAM \S+|SSL protocol) (value|number|key|version)|could not match|weak sslmode|"
     r"could not parse network address|support is not compiled in|service file|definition of service|"
@@ -32,6 +36,24 @@ _REFUSED_BY_ALL = re.compile(
     r"password authentication failed|(role|database) \".*\" does not exist|permission denied for database|"
     r"not permitted to log in|no password supplied",
     re.IGNORECASE | re.DOTALL,
+)
+#: What to look at, where a reason does not say it. OpenSSL does not say more either.
+_ADVICE = (
+    (r"certificate verify failed$", "its issuer is not in sslrootcert, or a certificate is out of date"),
+    (r" alert (unknown ca|(\w+ )?certificate)", "the server refuses the client's certificate, sslcert"),
+    (r"valid client certificate", "sslcert names none: libpq passes over a file that is not there"),
+    (r"bad decrypt", "sslpassword is missing or wrong"),
+    (
+        r"could not find digest|server certificate signature algorithm",
+        "SCRAM cannot be bound to the server's certificate, as to one with an Ed25519 key: set "
+        "channel_binding=disable, or give the server a certificate with an RSA or ECDSA key",
+    ),
+    (r"response to SSL negotiation|authentication request from|wrong version number", "no Postgres listens there"),
+    # This may also be an outage, behind a balancer that takes connections for a server that is away.
+    (
+        r"unexpected eof|EOF detected",
+        "with sslnegotiation=direct: the server may be older than Postgres 17, or a pooler that does not know it",
+    ),
 )
 #: Where psycopg tells of an attempt; a host may have several addresses.
 _ATTEMPT = re.compile(r"^- (host: .*, port: .*), hostaddr: ", re.MULTILINE)
@@ -51,6 +73,8 @@ _VALUE = re.compile(
 def reason_in(text: str) -> str:
     """Return why libpq could not connect, as psycopg's error says it, in one line and without a parameter's value.
 
+    Where that does not say what to look at, advice follows.
+
     Of several servers, one that is away may be the primary, and would let this client in. So if one refuses it for what
     may be a setting of its own, that is not the reason. The text names host, user, database and service, never a
     password.
@@ -59,7 +83,9 @@ def reason_in(text: str) -> str:
     reasons = [_reason_of(attempt) for attempt in _by_server(attempts).values()] or [_reason_of(text)]
     by_all = filter(_REFUSED_BY_ALL.search, reasons)
     away = itertools.filterfalse(_REFUSED.search, reversed(reasons))
-    return printable(_VALUE.sub(r"\1\2\3***", next(itertools.chain(by_all, away, reasons))))
+    reason = _VALUE.sub(r"\1\2\3***", next(itertools.chain(by_all, away, reasons)))
+    advice = [f" ({what})" for pattern, what in _ADVICE if re.search(pattern, reason)]
+    return printable("".join([reason, *advice[:1]]))
 
 
 def _by_server(attempts: Sequence[str]) -> dict[str, str]:
