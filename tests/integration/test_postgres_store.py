@@ -61,6 +61,7 @@ from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.queries import ThreadQuery
 from bufstore.threads.state import ThreadState
 from bufstore.types import Receipt
+from fault_proxy.proxy import FaultProxy
 from helpers import eventually
 from thorough import examples
 from transaction_pooler import TransactionPooler
@@ -606,6 +607,30 @@ async def test_a_statement_out_of_time_is_cancelled(
         # The server confirms the cancellation, so it is known that nothing was stored.
         with pytest.raises(StoreUnavailable, match=r"longer than 2 s.*was cancelled"):
             await hasty.checkpoint(thread_id, [2], run_of(thread_id))
+    assert await shared.load_messages(thread_id) == [1]
+
+
+async def test_a_statement_out_of_time_is_cancelled_in_a_server_far_away(
+    shared: PostgresThreadStore, server: PostgresServer
+) -> None:
+    """Regression: the cancel request was given up, and the statement waited on for its lock; each retry left another.
+
+    With TLS, a request takes so long in half the distance.
+    """
+    port, thread_id = server.port, fresh()
+    await shared.checkpoint(thread_id, [1], run_of(thread_id))
+    async with FaultProxy("127.0.0.1", port) as proxy:
+        proxy.to_server.delay_s = proxy.to_client.delay_s = 0.15
+        dsn = server.dsn.replace(f":{port}", f":{proxy.port}")
+        async with PostgresThreadStore(dsn, pool_size=1, timeout_s=20) as far:
+            assert await far.load_messages(thread_id) == [1]
+            hasty = PostgresThreadStore(pool=far.pool, timeout_s=2)
+            async with shared.pool.lend(20) as connection, connection.transaction():
+                await connection.execute("SELECT FROM bufstore.threads WHERE thread_id = %s FOR UPDATE", [thread_id])
+                with pytest.raises(StoreUnavailable, match=r"longer than 2 s.*was cancelled"):
+                    await hasty.checkpoint(thread_id, [2], run_of(thread_id))
+                waiting = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%checkpoint_v1%'"
+                assert await rows(shared, waiting) == []
     assert await shared.load_messages(thread_id) == [1]
 
 

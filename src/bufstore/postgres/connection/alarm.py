@@ -16,8 +16,17 @@ from bufstore.tasks import spawn
 
 #: After the end of a call's time: how long answers that have arrived are still read, and in how many steps.
 _READ_S, _READ_STEPS = 0.05, 10
-#: After that: how long the cancel request may take, and then the statement to end.
-_GRACE_S = 0.25
+#: After that: how long the cancel request may take, at least and at most, and then how long the statement to end.
+_GRACE_S, _CANCEL_MAX_S = 0.25, 1.0
+
+
+def cancel_time_s(connected_in_s: float) -> float:
+    """Return how long a cancel request may take, where making the connection took so long.
+
+    The request has a connection of its own. With TLS it makes some five round trips, which is less than the connection
+    made. If it were given up too early, the statement would go on in the server, with its locks.
+    """
+    return max(_GRACE_S, min(connected_in_s, _CANCEL_MAX_S))
 
 
 class Alarm:
@@ -31,10 +40,19 @@ class Alarm:
     On a loop that stood still past the deadline, the answer may have come in time: it is read first.
     """
 
-    def __init__(self, connection: AsyncConnection[Any], deadline: float, limit: asyncio.Timeout | None = None) -> None:
-        """`limit` ends the block if it goes on although its statement was ended."""
+    def __init__(
+        self,
+        connection: AsyncConnection[Any],
+        deadline: float,
+        limit: asyncio.Timeout | None = None,
+        connected_in_s: float = 0.0,
+    ) -> None:
+        """`limit` ends the block if it goes on although its statement was ended.
+
+        `connected_in_s`: how long it took to make the connection, if that is known.
+        """
         self._connection = connection
-        self._limit = limit
+        self._limit, self._cancel_s = limit, cancel_time_s(connected_in_s)
         self._timer = asyncio.get_running_loop().call_at(deadline, self._ring)
         self._task: asyncio.Task[None] | None = None
         #: Whether a cancel request was sent: a statement that ends without an error after that says nothing.
@@ -57,7 +75,7 @@ class Alarm:
         self._task = spawn(self._end())
         if self._limit is not None:
             # Counted from now, and not from the deadline: a loop that stood still has yet to read.
-            self._limit.reschedule(asyncio.get_running_loop().time() + 3 * _GRACE_S)
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._cancel_s + 2 * _GRACE_S)
 
     async def _end(self) -> None:
         # A commit may follow what is read, and be answered at once. Read in steps: the loop may stand still again.
@@ -65,7 +83,7 @@ class Alarm:
             await asyncio.sleep(_READ_S / _READ_STEPS)
         self.rung = True
         with suppress(psycopg.Error):
-            await self._connection.cancel_safe(timeout=_GRACE_S)
+            await self._connection.cancel_safe(timeout=self._cancel_s)
             await asyncio.sleep(_GRACE_S)
         # The server is gone, or too busy to cancel: hang up, which wakes psycopg at once.
         with suppress(OSError, psycopg.Error):

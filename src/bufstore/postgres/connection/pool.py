@@ -91,6 +91,8 @@ class _Connection(AsyncConnection[TupleRow]):
     async def connect(cls, conninfo: str = "", *, failure: _Failure, **kwargs: Any) -> Self:  # type: ignore[override]
         task = asyncio.current_task()
         failure.connecting.add(task)
+        clock = asyncio.get_running_loop().time
+        began = clock()
         try:
             connection = await super().connect(conninfo, **kwargs)
         except psycopg.OperationalError as e:
@@ -100,11 +102,14 @@ class _Connection(AsyncConnection[TupleRow]):
             failure.connecting.discard(task)
         failure.reason = None
         owned_here(connection)
+        connection.made_in_s = clock() - began
         _Connection.made += 1
         # This is for transactions that psycopg begins; for the others see `Pool._read_committed`.
         await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
         return connection
 
+    #: How many seconds it took to make the connection.
+    made_in_s: float
     #: Whether each statement may be a transaction of its own, as the server said; None: it was not asked yet. Asked for
     #: each connection: the default of role or database may be changed while a process runs.
     single: bool | None = None
@@ -284,7 +289,7 @@ class Pool(AsyncConnectionPool[_Connection]):
             connection = await self._borrow(deadline, deadline if away_s is None else loop.time() + away_s)
             # The alarm ends the statement. The limit ends anything else that the block waits for.
             limit = asyncio.timeout(None)
-            alarm = connection.alarm = Alarm(connection, deadline, limit)
+            alarm = connection.alarm = Alarm(connection, deadline, limit, connection.made_in_s)
             try:
                 async with limit, connection:
                     await self._read_committed(connection)
