@@ -135,6 +135,7 @@ def _child(loop: asyncio.AbstractEventLoop, opened: _Opened, arguments: Sequence
     found: dict[str, Any] = {"shared": list(_peers().values())}
     found["calls"] = {name: loop.run_until_complete(said(call)) for name, call in opened.calls().items()}
     loop.run_until_complete(asyncio.sleep(_IDLE_S))  # gives the copies of the parent's tasks time to run
+    found["later"] = {name: loop.run_until_complete(said(call)) for name, call in opened.calls().items()}
     found["closed"] = [loop.run_until_complete(said(each.aclose)) for each in opened.all()]
     vars(opened).clear()
     gc.collect()

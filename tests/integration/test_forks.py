@@ -29,6 +29,7 @@ def test_a_fork_is_refused_each_call_and_shares_no_connection_with_its_parent(se
     told = json.loads(ended.stdout)
     refused = "ConfigError: a store cannot be used after a fork: open one in each process"
     assert told["calls"] == dict.fromkeys(told["calls"], refused)
+    assert told["later"] == dict.fromkeys(told["calls"], refused), "whatever has become of the parent's tasks"
     assert told["shared"] == []
     assert set(told["closed"]) == {"done"}
     assert told["own"] == [1], "it may open one of its own"

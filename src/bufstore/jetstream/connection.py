@@ -105,7 +105,7 @@ class Connection(Exchange):
         self._supervisor.add_done_callback(self._unwatched)
 
     def _unwatched(self, supervisor: asyncio.Task[None]) -> None:
-        if self._closed:
+        if self._closed or (self._home is not None and self._home.left):  # a forked process: each call says so
             return
         if interrupted(supervisor):
             self._watch()
