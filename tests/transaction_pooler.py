@@ -2,7 +2,8 @@
 
 Many clients share few server connections. A client has a connection from its first message until the server is idle
 again (ReadyForQuery with status I). Then the pooler runs ``DISCARD ALL`` on it, and the client that has waited longest
-gets it. So everything that a client leaves in its session is lost.
+gets it. So everything that a client leaves in its session is lost. When the server ends a connection, the client gets
+what the server said, and behind it an error of the pooler, as PgBouncer does it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _PARAMETERS = (
     "standard_conforming_strings",
     "in_hot_standby",
 )
+#: What PgBouncer says to the client of a connection that the server has ended.
+_ENDED = b"SFATAL\0VFATAL\0C08P01\0Mserver conn crashed?\0\0"
 _SSL_REQUEST, _GSS_REQUEST, _CANCEL_REQUEST = 80877103, 80877104, 80877102
 
 
@@ -172,7 +175,11 @@ class TransactionPooler:
                 if not receiving.done():
                     receiving.cancel()
                     sending.result()  # raises when the client is gone
-                reply = receiving.result()
+                try:
+                    reply = receiving.result()
+                except asyncio.IncompleteReadError:
+                    writer.write(_framed(b"E", _ENDED))
+                    raise
                 ready = reply[:1] == b"Z"
                 awaited -= ready
                 if ready and self.replies_to_lose:

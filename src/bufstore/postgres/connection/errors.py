@@ -96,10 +96,12 @@ def said(error: psycopg.Error) -> str:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether libpq lost the connection: it says so without a SQLSTATE, and the server said nothing.
+    """Return whether the connection was lost: libpq says so without a SQLSTATE, and the server said nothing.
 
-    In a pipeline that is a result like any other, of which psycopg makes its most general error.
+    In a pipeline that is a result like any other, of which psycopg makes its most general error. An InternalError
+    without a SQLSTATE is psycopg's own, of answers that do not fit what was sent: when a session ends, a pooler adds an
+    error of its own to what the server said, and psycopg finds two answers to one COMMIT.
     """
-    if isinstance(error, psycopg.OperationalError) or type(error) is psycopg.DatabaseError:
-        return error.sqlstate is None
-    return False
+    if not isinstance(error, psycopg.Error) or error.sqlstate is not None:
+        return False
+    return isinstance(error, psycopg.OperationalError) or type(error) in (psycopg.DatabaseError, psycopg.InternalError)

@@ -6,12 +6,9 @@ It works behind a pooler in transaction mode: autocommit, no prepared statements
 from __future__ import annotations
 
 import asyncio
-import logging
-import re
 from collections import deque
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, suppress
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, Self
 
@@ -27,6 +24,7 @@ from bufstore.home import Home, owned_here
 from bufstore.postgres.connection.alarm import Alarm
 from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.errors import Unconfirmed, map_errors
+from bufstore.postgres.connection.quiet import WAITING, Ours, quieten
 from bufstore.postgres.connection.refusals import is_refusal, reason_in
 from bufstore.tasks import Closing, spawn, to_the_end
 
@@ -42,32 +40,8 @@ _CLOSE_S = 1.0
 _HANDED_ON_S = 60.0
 
 
-class _Quiet(logging.Filter):
-    """Keeps psycopg's warnings about our connections for debugging: the error that a caller gets says the same.
-
-    While Postgres is away, psycopg's pool warns of each attempt and each lost connection. After a refused statement, a
-    pipeline warns that the statements behind it were refused, too; while Postgres hangs, each statement that is given
-    up, that it cannot be cancelled. The flusher and the reads say it once.
-    """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        args = record.args if isinstance(record.args, tuple) else ()
-        ours = _waiting.get() or any(map(_is_ours, args))
-        return not ours or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
-
-
-def _is_ours(arg: object) -> bool:
-    if isinstance(arg, str):  # some messages name the pool or its task, some the connection, some its pipeline
-        return _OURS.fullmatch(arg) is not None
-    return isinstance(arg._conn if isinstance(arg, AsyncPipeline) else arg, _Connection)
-
-
 _POOL_NAME = "bufstore"
-#: Whether what runs is a wait of one of our connections: what psycopg logs of a cancellation does not name it.
-_waiting: ContextVar[bool] = ContextVar("_waiting", default=False)
-_OURS = re.compile(rf"{_POOL_NAME}(-worker-\d+|-scheduler)?")
-for _name in ("psycopg", "psycopg.pool"):
-    logging.getLogger(_name).addFilter(_Quiet())
+quieten(_POOL_NAME)
 
 
 class _Failure:
@@ -83,7 +57,7 @@ class _Failure:
             raise StoreMisconfigured(f"Postgres, or its client, refuses the connection: {self.reason}") from None
 
 
-class _Connection(AsyncConnection[TupleRow]):
+class _Connection(AsyncConnection[TupleRow], Ours):
     #: The number of connections that this process has made.
     made = 0
 
@@ -119,11 +93,11 @@ class _Connection(AsyncConnection[TupleRow]):
     alarm: Alarm | None = None
 
     async def wait(self, *given: Any, **named: Any) -> Any:
-        token = _waiting.set(True)
+        token = WAITING.set(True)
         try:
             return await super().wait(*given, **named)
         finally:
-            _waiting.reset(token)
+            WAITING.reset(token)
 
     async def _try_cancel(self, *, timeout: float = 5.0) -> None:
         """Cancel as psycopg does when a statement's task is cancelled; then psycopg waits up to ten seconds.
