@@ -2,8 +2,9 @@
 
 Many clients share few server connections. A client has a connection from its first message until the server is idle
 again (ReadyForQuery with status I). Then the pooler runs ``DISCARD ALL`` on it, and the client that has waited longest
-gets it. So everything that a client leaves in its session is lost. When the server ends a connection, the client gets
-what the server said, and behind it an error of the pooler, as PgBouncer does it.
+gets it. So everything that a client leaves in its session is lost. Or, as PgBouncer does by default, all that stays
+there, the connection that was used last is used next, and what it hears in between reaches nobody. When the server ends
+a connection, the client gets what the server said, and behind it an error of the pooler, as PgBouncer does it.
 """
 
 from __future__ import annotations
@@ -69,10 +70,12 @@ class _Server:
 class TransactionPooler:
     """Listens on ``dsn`` within its ``async with`` block."""
 
-    def __init__(self, upstream: str, *, servers: int = 2) -> None:
+    def __init__(self, upstream: str, *, servers: int = 2, discards: bool = True) -> None:
+        """`discards`: whether what clients leave in sessions is discarded."""
         self._upstream = upstream
         self._size = servers
-        self._idle: asyncio.Queue[_Server] = asyncio.Queue()
+        self._discards = discards
+        self._idle: asyncio.Queue[_Server] = asyncio.Queue() if discards else asyncio.LifoQueue()
         self._clients: set[asyncio.Task[None]] = set()
         #: How often a client waited for the server: the number of ReadyForQuery messages passed on.
         self.round_trips = 0
@@ -142,7 +145,8 @@ class TransactionPooler:
         clean = False
         try:
             await self._relay(message, reader, writer, server)
-            await server.discard_all()
+            if self._discards:
+                await server.discard_all()
             clean = True
         finally:
             if not clean:
@@ -180,6 +184,8 @@ class TransactionPooler:
                 except asyncio.IncompleteReadError:
                     writer.write(_framed(b"E", _ENDED))
                     raise
+                if reply[:1] == b"A":  # a notification, which the session may have heard before this client had it
+                    continue
                 ready = reply[:1] == b"Z"
                 awaited -= ready
                 if ready and self.replies_to_lose:

@@ -509,8 +509,12 @@ async def test_a_listening_connection_whose_return_is_cancelled_goes_back_closed
             assert (rows, other.autocommit) == ((0,), False)
 
 
-async def test_a_transaction_pooler_cannot_listen_and_is_found_out(servers: Servers, prefix: str) -> None:
-    async with TransactionPooler(servers.postgres.dsn) as pooler:
+@pytest.mark.parametrize("discards", [True, False])
+async def test_a_transaction_pooler_cannot_listen_and_is_found_out(
+    servers: Servers, prefix: str, discards: bool
+) -> None:
+    """PgBouncer discards nothing: the session where LISTEN was executed was asked next, and said that it listens."""
+    async with TransactionPooler(servers.postgres.dsn, discards=discards) as pooler:
         async with await PostgresNotifier.open(pooler.dsn, prefix=prefix, timeout_s=10) as notifier:
             with pytest.raises(NotifyUnavailable, match="listen"):
                 await notifier.listen_completed("work", print)
@@ -519,6 +523,30 @@ async def test_a_transaction_pooler_cannot_listen_and_is_found_out(servers: Serv
             listening = Listening(notifier)
             await listening.listen()
             await listening.hears(notifier)
+
+
+async def test_a_session_behind_a_pooler_is_proven_to_listen_and_misses_nothing(
+    servers: Servers, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def pooled(_: object) -> bool:
+        return True
+
+    monkeypatch.setattr("bufstore.notify.postgres._Source._is_pooled", pooled)
+    heard: list[int] = []
+    async with (
+        await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix, quiet_s=0.05) as notifier,
+        await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix) as other,
+    ):
+        await notifier.listen_completed("work", lambda: heard.append(1))
+        for n in range(30):  # some beside a proof
+            await other.notify_completed("work")
+            await asyncio.sleep(0.01 * (n % 10))
+
+        async def all_heard() -> bool:
+            return len(heard) == 30
+
+        await eventually(all_heard)
+        assert notifier.statistics().restored == 0
 
 
 async def test_why_postgres_cannot_be_listened_to_is_said_and_workers_poll(

@@ -2,13 +2,20 @@
 
 No hints: in Postgres a worker that is woken for nothing skips the locked rows in one query. A listening connection is
 asked now and then whether it still listens: behind a pooler in transaction mode, or after a failover, it may not.
+
+What a pooler answers is no proof. In transaction mode PgBouncer leaves a LISTEN in the session where it was executed;
+the next question most often gets the same session, which says that it listens, but what it hears reaches nobody. So
+behind a pooler a notification of our own must come through.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Self
+from typing import Any, LiteralString, Self
 
 import psycopg
 from psycopg import AsyncConnection, sql
@@ -52,8 +59,11 @@ class PostgresBroker(HealingBroker):
         self._channels = {event: channel(prefix, event, "_") for event in Event}
 
     async def publish(self, event: Event, payload: str) -> None:
+        await self._notify(self._channels[event], payload)
+
+    async def _notify(self, channel: str, payload: str) -> None:
         async with self._borrow() as connection:
-            await connection.execute("SELECT pg_notify(%s, %s)", (self._channels[event], payload))
+            await connection.execute("SELECT pg_notify(%s, %s)", (channel, payload))
 
     async def publish_hinted(self, hint: str, count: int, payload: str) -> None:
         raise HintUnavailable
@@ -112,9 +122,9 @@ class PostgresBroker(HealingBroker):
         return await self._listen_on(await self._pool.getconn(self._timeout_s), self._pool)
 
     async def _listen_on(self, connection: AsyncConnection[Any], pool: AnyPool | None) -> _Source:
-        source = _Source(connection, pool, self._channels, self._quiet_s)
+        source = _Source(connection, pool, self._channels, self._quiet_s, self._notify, self._timeout_s)
         try:
-            async with in_time(connection, self._timeout_s):
+            async with in_time(connection, 3 * self._timeout_s):  # the proof may take twice as long as the rest
                 await source.listen()
         except BaseException:
             await source.aclose()
@@ -126,36 +136,64 @@ class _Source:
     """One connection that listens on the three channels."""
 
     def __init__(
-        self, connection: AsyncConnection[Any], pool: AnyPool | None, channels: dict[Event, str], quiet_s: float
+        self,
+        connection: AsyncConnection[Any],
+        pool: AnyPool | None,
+        channels: dict[Event, str],
+        quiet_s: float,
+        notify: Callable[[str, str], Awaitable[None]],
+        timeout_s: float,
     ) -> None:
+        """`notify`: sends a notification on another connection."""
         self._connection = connection
         self._pool = pool
         self._events = {name: event for event, name in channels.items()}
         self._quiet_s = quiet_s
+        self._notify = notify
+        self._timeout_s = timeout_s
         self._autocommit = connection.autocommit
         self._notes: Any = None
+        #: What was heard beside a proof.
+        self._heard: deque[Heard] = deque()
+        #: The channel of proofs; None: the connection leads to Postgres itself, which needs none.
+        self._proof: str | None = None
 
     async def listen(self) -> None:
         if not self._connection.autocommit:
             await self._connection.set_autocommit(True)
+        if await self._is_pooled():
+            # The proof comes first: of a connection that hears nothing, no LISTEN stays behind that is ever notified.
+            self._proof = f"bufstore_proof_{secrets.token_hex(8)}"
+            await self._listen(self._proof)
+            await self._prove(self._proof)
         for name in self._events:
-            await self._connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(name)))
-        await self._check()
+            await self._listen(name)
+        await self._check_registered()
+
+    async def _listen(self, name: str) -> None:
+        await self._connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(name)))
 
     async def next(self) -> Heard | None:
         while True:
+            if self._heard:
+                return self._heard.popleft()
             if self._notes is None:
                 self._notes = self._connection.notifies(timeout=self._quiet_s)
             try:
                 note = await anext(self._notes)
             except StopAsyncIteration:
                 self._notes = None
-                async with in_time(self._connection, self._quiet_s):
-                    await self._check()
+                async with in_time(self._connection, self._quiet_s + 2 * self._timeout_s):
+                    await self._check_registered()
+                    if self._proof is not None:
+                        await self._prove(self._proof)
                 continue
-            event = self._events.get(note.channel)
-            if event is not None:  # a connection of the app's pool may listen on channels of the app's
-                return event, note.payload
+            if (heard := self._known(note)) is not None:
+                return heard
+
+    def _known(self, note: psycopg.Notify) -> Heard | None:
+        event = self._events.get(note.channel)  # a connection of the app's pool may listen on channels of the app's
+        return (event, note.payload) if event is not None else None
 
     async def aclose(self) -> None:
         with suppress(psycopg.Error, OSError, RuntimeError):
@@ -176,13 +214,39 @@ class _Source:
             if self._pool is not None:
                 await self._pool.putconn(self._connection)
 
-    async def _check(self) -> None:
+    async def _is_pooled(self) -> bool:
+        """Return whether a pooler is between: it has a process id of its own for each client."""
+        return await self._ask("SELECT pg_backend_pid()") != {self._connection.info.backend_pid}
+
+    async def _check_registered(self) -> None:
+        if not await self._ask("SELECT pg_listening_channels()") >= self._events.keys():
+            raise _deaf()
+
+    async def _prove(self, channel: str) -> None:
+        """Have a notification sent on another connection, and hear it. Raises NotifyUnavailable if it does not come."""
+        payload = secrets.token_hex(8)
+        await self._notify(channel, payload)
+        loop = asyncio.get_running_loop()
+        until, proven = loop.time() + self._timeout_s, False
+        while not proven and (left_s := until - loop.time()) > 0:
+            # To its end, which comes behind all that arrived together.
+            async for note in self._connection.notifies(timeout=left_s, stop_after=1):
+                proven = proven or (note.channel, note.payload) == (channel, payload)
+                if (heard := self._known(note)) is not None:
+                    self._heard.append(heard)
+        if not proven:
+            raise _deaf()
+
+    async def _ask(self, question: LiteralString) -> set[Any]:
         cursor = self._connection.cursor(row_factory=tuple_row)  # an app's pool may have another
-        await cursor.execute("SELECT pg_listening_channels()")
-        if not {row[0] for row in await cursor.fetchall()} >= self._events.keys():
-            raise NotifyUnavailable(
-                "the connection lost its LISTEN registration; behind a pooler in transaction mode, pass `listen`"
-            )
+        await cursor.execute(question)
+        return {row[0] for row in await cursor.fetchall()}
+
+
+def _deaf() -> NotifyUnavailable:
+    return NotifyUnavailable(
+        "the connection lost its LISTEN registration; behind a pooler in transaction mode, pass `listen`"
+    )
 
 
 class PostgresNotifier(Notifier):
