@@ -70,11 +70,15 @@ class _Server:
 class TransactionPooler:
     """Listens on ``dsn`` within its ``async with`` block."""
 
-    def __init__(self, upstream: str, *, servers: int = 2, discards: bool = True) -> None:
-        """`discards`: whether what clients leave in sessions is discarded."""
+    def __init__(self, upstream: str, *, servers: int = 2, discards: bool = True, standby: bool | None = None) -> None:
+        """`discards`: whether what clients leave in sessions is discarded.
+
+        `standby`: what clients are told of the server, whatever it is: PgBouncer tells what its first session was told.
+        """
         self._upstream = upstream
         self._size = servers
         self._discards = discards
+        self._told = {} if standby is None else {"in_hot_standby": b"on" if standby else b"off"}
         self._idle: asyncio.Queue[_Server] = asyncio.Queue() if discards else asyncio.LifoQueue()
         self._clients: set[asyncio.Task[None]] = set()
         #: How often a client waited for the server: the number of ReadyForQuery messages passed on.
@@ -130,7 +134,7 @@ class TransactionPooler:
         server = await self._idle.get()
         self._idle.put_nowait(server)
         writer.write(_framed(b"R", struct.pack("!i", 0)))
-        for name, value in server.parameters.items():
+        for name, value in (server.parameters | self._told).items():
             if value is not None:
                 writer.write(_framed(b"S", name.encode() + b"\0" + value + b"\0"))
         writer.write(_framed(b"K", struct.pack("!ii", 1, 1)) + _framed(b"Z", b"I"))

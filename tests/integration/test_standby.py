@@ -6,10 +6,11 @@ import asyncio
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from bufstore import Consistency, PostgresThreadStore, StoreUnavailable
 from bufstore.embedded import PostgresServer, Servers
@@ -19,6 +20,7 @@ from bufstore.postgres.connection.pool import new_pool
 from conftest import Deployment
 from fault_proxy.proxy import FaultProxy
 from helpers import eventually, fresh, query, run_of, said
+from transaction_pooler import TransactionPooler
 
 _LOCAL = "127.0.0.1"
 
@@ -99,6 +101,46 @@ async def test_a_standby_alone_is_no_postgres_to_work_with(own_servers: Servers)
             with pytest.raises(StoreUnavailable, match="standby"):
                 async with asyncio.timeout(10):
                     await store.load_messages("t")
+
+
+@pytest.mark.parametrize("wanted", ["primary", "read-write"])
+async def test_a_primary_behind_a_pooler_that_takes_it_for_a_standby_is_used(servers: Servers, wanted: str) -> None:
+    """The pooler's first session was one of a standby, which was promoted. Nobody could connect any more."""
+    async with TransactionPooler(servers.postgres.dsn, standby=True) as pooler:
+        dsn = f"{pooler.dsn} target_session_attrs={wanted}"
+        async with PostgresThreadStore(dsn, schema=fresh("schema"), timeout_s=20) as store:
+            await store.setup()
+            await store.checkpoint("t", [said(0)], run_of("t"))
+            assert await store.load_messages("t") == [said(0)]
+
+
+async def test_a_standby_behind_a_pooler_that_takes_it_for_the_primary_is_not_used(own_servers: Servers) -> None:
+    """The pooler's first session was one of the primary, and it leads to a standby by now: old rows were read."""
+    primary = own_servers.postgres
+    async with PostgresThreadStore(primary.dsn) as store:
+        await store.setup()
+        await store.checkpoint("t", [said(0)], run_of("t"))
+    with standby_of(primary) as standby:
+        async with (
+            PostgresThreadStore(primary.dsn) as direct,
+            TransactionPooler(standby.dsn, standby=False) as first,
+            TransactionPooler(primary.dsn, standby=False) as second,
+        ):
+            await direct.checkpoint_append("t", [said(1)], run_of("t"))
+            async with PostgresThreadStore(first.dsn, timeout_s=10.0) as store:
+                for _ in range(3):
+                    with pytest.raises(StoreUnavailable, match="standby"):
+                        await store.load_messages("t")
+            port, other = (conninfo_to_dict(dsn)["port"] for dsn in (first.dsn, second.dsn))
+            both = make_conninfo(first.dsn, host=f"{_LOCAL},{_LOCAL}", port=f"{port},{other}")
+            async with PostgresThreadStore(both, timeout_s=10.0) as store:
+
+                async def read() -> bool:
+                    with suppress(StoreUnavailable):
+                        return await store.load_messages("t") == [said(0), said(1)]
+                    return False
+
+                await eventually(read)
 
 
 @pytest.mark.parametrize("wanted", ["standby", "prefer-standby", "read-only"])

@@ -95,6 +95,14 @@ def said(error: psycopg.Error) -> str:
     return f"Postgres says: {text} (SQLSTATE {error.sqlstate})"
 
 
+def out_of_time(timeout_s: float) -> StoreUnavailable:
+    """Return the error for a statement that Postgres ended at our request, and so did nothing."""
+    return StoreUnavailable(
+        f"Postgres needed longer than {timeout_s:.3g} s (it is busy, or another transaction holds a lock): the "
+        "statement was cancelled (SQLSTATE 57014)"
+    )
+
+
 def is_lost(error: BaseException) -> bool:
     """Return whether the connection was lost: libpq says so without a SQLSTATE, and the server said nothing.
 

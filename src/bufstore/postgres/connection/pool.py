@@ -23,7 +23,8 @@ from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.home import Home, owned_here
 from bufstore.postgres.connection.alarm import Alarm
 from bufstore.postgres.connection.conninfo import own_conninfo
-from bufstore.postgres.connection.errors import Unconfirmed, map_errors
+from bufstore.postgres.connection.errors import Unconfirmed, map_errors, out_of_time
+from bufstore.postgres.connection.primary import STANDBY, each_server, is_primary, is_told_of_a_standby
 from bufstore.postgres.connection.quiet import WAITING, Ours, quieten
 from bufstore.postgres.connection.refusals import is_refusal, reason_in
 from bufstore.tasks import Closing, spawn, to_the_end
@@ -36,6 +37,8 @@ _NUDGE_S = 0.5
 _CANCELLED_S = 1.0
 #: How long a closing pool waits for its own tasks, which take back the lent connections.
 _CLOSE_S = 1.0
+#: What a session is asked when it is lent for the first time.
+_SESSION = "SELECT current_setting('default_transaction_isolation'), pg_is_in_recovery()"
 #: A connection goes from caller to caller for this many seconds; then the pool checks whether it is too old.
 _HANDED_ON_S = 60.0
 
@@ -48,6 +51,8 @@ class _Failure:
     """The last failure to connect, until it succeeds again; and the tasks that are connecting."""
 
     reason: str | None = None
+    #: Whether a server said at the start that it is a standby and is none, or the other way round: each is asked then.
+    misled = False
 
     def __init__(self) -> None:
         self.connecting: set[asyncio.Task[Any] | None] = set()
@@ -68,7 +73,7 @@ class _Connection(AsyncConnection[TupleRow], Ours):
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
-            connection = await super().connect(conninfo, **kwargs)
+            connection = await cls._to_the_primary(conninfo, failure, **kwargs)
         except psycopg.OperationalError as e:
             failure.reason = reason_in(str(e))
             raise
@@ -81,6 +86,34 @@ class _Connection(AsyncConnection[TupleRow], Ours):
         # This is for transactions that psycopg begins; for the others see `Pool._read_committed`.
         await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
         return connection
+
+    @classmethod
+    async def _to_the_primary(cls, conninfo: str, failure: _Failure, **kwargs: Any) -> Self:
+        """Connect as libpq chooses, or, where a pooler misleads it, to the server that says itself what it is."""
+        failed = psycopg.OperationalError(f"connection failed: {STANDBY}")
+        if not failure.misled:
+            try:
+                return await super().connect(conninfo, **kwargs)
+            except psycopg.OperationalError as e:
+                if not is_told_of_a_standby(str(e)):
+                    raise
+                failed = e
+        for server in each_server(conninfo):
+            try:
+                connection = await super().connect(server, **kwargs)
+            except psycopg.OperationalError as e:
+                failed = e if failure.misled else failed
+                continue
+            try:
+                primary = await is_primary(connection, conninfo)
+            except BaseException:  # the pool is being closed
+                await connection.close()
+                raise
+            if primary:
+                failure.misled = True
+                return connection
+            await connection.close()
+        raise failed
 
     #: How many seconds it took to make the connection.
     made_in_s: float
@@ -273,7 +306,7 @@ class Pool(AsyncConnectionPool[_Connection]):
                     # A session may stay read-only when its server is not, and the address may lead to another by now.
                     await connection.close()
                 if alarm.rung and isinstance(e, psycopg.errors.QueryCanceled):
-                    raise _out_of_time(timeout_s) from e  # Postgres would say that the user asked for it
+                    raise out_of_time(timeout_s) from e  # Postgres would say that the user asked for it
                 raise
             else:
                 if alarm.rung:
@@ -288,13 +321,19 @@ class Pool(AsyncConnectionPool[_Connection]):
     async def _read_committed(self, connection: _Connection) -> None:
         """Make each statement read committed, whatever the role's default: one that waited for a row sees its change.
 
+        Raises StoreUnavailable for a standby that a pooler has passed off as the primary.
+
         Where the default is another level, psycopg begins a transaction for each loan. A setting of the session would
         be lost behind a pooler, which also refuses a setting that comes with the connection.
         """
         if connection.single is None:
             cursor = connection.cursor(row_factory=tuple_row)
-            found = await (await cursor.execute("SHOW default_transaction_isolation")).fetchone()
-            connection.single = found == ("read committed",)
+            level, standby = await (await cursor.execute(_SESSION)).fetchone() or ("", False)
+            if standby:  # it said at its start that it is none
+                self._failure.misled = True
+                await connection.close()
+                raise StoreUnavailable(f"no connection to Postgres: {STANDBY}, and a pooler says that it is not")
+            connection.single = level == "read committed"
         if connection.autocommit is not connection.single:
             await connection.set_autocommit(connection.single)
 
@@ -420,13 +459,6 @@ class Pool(AsyncConnectionPool[_Connection]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.max_size} connections>"
-
-
-def _out_of_time(timeout_s: float) -> StoreUnavailable:
-    return StoreUnavailable(
-        f"Postgres needed longer than {timeout_s:.3g} s (it is busy, or another transaction holds a lock): the "
-        "statement was cancelled (SQLSTATE 57014)"
-    )
 
 
 async def open_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -> Pool:
