@@ -31,7 +31,7 @@ _PARAMETERS = (
     "in_hot_standby",
 )
 #: What PgBouncer says to the client of a connection that the server has ended.
-_ENDED = b"SFATAL\0VFATAL\0C08P01\0Mserver conn crashed?\0\0"
+_ENDED = "server conn crashed?"
 _SSL_REQUEST, _GSS_REQUEST, _CANCEL_REQUEST = 80877103, 80877104, 80877102
 
 
@@ -87,6 +87,8 @@ class TransactionPooler:
         self.prepared: list[bytes] = []
         #: How many replies to drop, after the server has done its work; their clients are disconnected.
         self.replies_to_lose = 0
+        #: What clients are told in place of a server connection, before they are disconnected.
+        self.refuses_with: str | None = None
 
     async def __aenter__(self) -> Self:
         for _ in range(self._size):
@@ -145,6 +147,9 @@ class TransactionPooler:
         message = await _message(reader)
         if message[:1] == b"X":
             return False
+        if self.refuses_with is not None:
+            writer.write(_error(self.refuses_with))
+            return False
         server = await self._idle.get()
         clean = False
         try:
@@ -186,7 +191,7 @@ class TransactionPooler:
                 try:
                     reply = receiving.result()
                 except asyncio.IncompleteReadError:
-                    writer.write(_framed(b"E", _ENDED))
+                    writer.write(_error(_ENDED))
                     raise
                 if reply[:1] == b"A":  # a notification, which the session may have heard before this client had it
                     continue
@@ -216,3 +221,7 @@ async def _message(reader: asyncio.StreamReader) -> bytes:
 
 def _framed(kind: bytes, body: bytes) -> bytes:
     return kind + struct.pack("!i", len(body) + 4) + body
+
+
+def _error(text: str) -> bytes:
+    return _framed(b"E", b"SFATAL\0VFATAL\0C08P01\0M" + text.encode() + b"\0\0")

@@ -5,6 +5,7 @@ Errors that the table does not name (above all classes 22 and 23, the entry's ow
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -57,6 +58,8 @@ _BY_SQLSTATE: dict[str, type[BufstoreError]] = {
     "XX001": StoreMisconfigured,  # data corrupted
     "XX002": StoreMisconfigured,  # index corrupted
 }
+#: What PgBouncer says in place of a session, with a SQLSTATE of connections: nothing was carried out.
+_NO_SESSION = re.compile("query_wait_timeout|server login (has been failing|failed)|pooler is shutting down")
 
 
 @contextmanager
@@ -82,6 +85,8 @@ def mapped_error(error: psycopg.Error | OSError) -> BufstoreError | None:
     state = error.sqlstate
     if state is None:
         return NoAnswer("the connection to Postgres was lost") if is_lost(error) else None
+    if state == "08P01" and _NO_SESSION.search(error.diag.message_primary or ""):
+        return StoreUnavailable(f"no connection to Postgres: a pooler in front of it says: {_words(error)}")
     for length in (5, 2):
         kind = _BY_SQLSTATE.get(state[:length])
         if kind is not None:
@@ -91,8 +96,11 @@ def mapped_error(error: psycopg.Error | OSError) -> BufstoreError | None:
 
 def said(error: psycopg.Error) -> str:
     """Return what Postgres says, in one line: it quotes what apps sent, and triggers raise what they like."""
-    text = printable(error.diag.message_primary or type(error).__name__)
-    return f"Postgres says: {text} (SQLSTATE {error.sqlstate})"
+    return f"Postgres says: {_words(error)}"
+
+
+def _words(error: psycopg.Error) -> str:
+    return f"{printable(error.diag.message_primary or type(error).__name__)} (SQLSTATE {error.sqlstate})"
 
 
 def out_of_time(timeout_s: float) -> StoreUnavailable:
@@ -100,6 +108,14 @@ def out_of_time(timeout_s: float) -> StoreUnavailable:
     return StoreUnavailable(
         f"Postgres needed longer than {timeout_s:.3g} s (it is busy, or another transaction holds a lock): the "
         "statement was cancelled (SQLSTATE 57014)"
+    )
+
+
+def hung_up(timeout_s: float) -> NoAnswer:
+    """Return the error for a statement whose connection we ended, because its end could not be had."""
+    return NoAnswer(
+        f"no answer from Postgres in {timeout_s:.3g} s, nor to a request to cancel (it hangs, or cannot be reached any "
+        "more, or a pooler in front of it has no session free or is paused)"
     )
 
 

@@ -23,7 +23,7 @@ from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.home import Home, owned_here
 from bufstore.postgres.connection.alarm import Alarm
 from bufstore.postgres.connection.conninfo import own_conninfo
-from bufstore.postgres.connection.errors import Unconfirmed, map_errors, out_of_time
+from bufstore.postgres.connection.errors import Unconfirmed, hung_up, is_lost, map_errors, out_of_time
 from bufstore.postgres.connection.primary import STANDBY, each_server, is_primary, is_told_of_a_standby
 from bufstore.postgres.connection.quiet import WAITING, Ours, quieten
 from bufstore.postgres.connection.refusals import is_refusal, reason_in
@@ -307,6 +307,8 @@ class Pool(AsyncConnectionPool[_Connection]):
                     await connection.close()
                 if alarm.rung and isinstance(e, psycopg.errors.QueryCanceled):
                     raise out_of_time(timeout_s) from e  # Postgres would say that the user asked for it
+                if alarm.rung and is_lost(e):
+                    raise hung_up(timeout_s) from e
                 raise
             else:
                 if alarm.rung:
