@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bufstore import PostgresThreadStore, StoreUnavailable
+from bufstore import PostgresThreadStore, StoreMisconfigured, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.pool import Pool, open_pool
@@ -70,3 +70,11 @@ async def test_a_pooler_without_a_free_session_is_told_by_the_time(servers: Serv
                         await waiting.execute("SELECT 1")
         finally:
             await pool.close()
+
+
+async def test_a_pooler_that_takes_no_transactions_is_misconfigured(servers: Servers) -> None:
+    """It counted as an outage, which is waited for."""
+    async with TransactionPooler(servers.postgres.dsn) as pooler, PostgresThreadStore(pooler.dsn) as store:
+        pooler.refuses_with = "transaction blocks not allowed in statement pooling mode"
+        with pytest.raises(StoreMisconfigured, match="pool_mode=transaction"):
+            await store.setup()

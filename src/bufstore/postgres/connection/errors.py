@@ -60,6 +60,8 @@ _BY_SQLSTATE: dict[str, type[BufstoreError]] = {
 }
 #: What PgBouncer says in place of a session, with a SQLSTATE of connections: nothing was carried out.
 _NO_SESSION = re.compile("query_wait_timeout|server login (has been failing|failed)|pooler is shutting down")
+#: What it says to who begins a transaction with `pool_mode=statement`.
+_NO_TRANSACTIONS = "statement pooling mode"
 
 
 @contextmanager
@@ -87,6 +89,8 @@ def mapped_error(error: psycopg.Error | OSError) -> BufstoreError | None:
         return NoAnswer("the connection to Postgres was lost") if is_lost(error) else None
     if state == "08P01" and _NO_SESSION.search(error.diag.message_primary or ""):
         return StoreUnavailable(f"no connection to Postgres: a pooler in front of it says: {_words(error)}")
+    if state == "08P01" and _NO_TRANSACTIONS in (error.diag.message_primary or ""):
+        return StoreMisconfigured(f"the pooler in front of Postgres needs pool_mode=transaction: {_words(error)}")
     for length in (5, 2):
         kind = _BY_SQLSTATE.get(state[:length])
         if kind is not None:
