@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
@@ -12,6 +13,29 @@ from bufstore.config import NatsConfig
 from bufstore.errors import ConfigError
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.stream import NatsStream
+from bufstore.nats.finding import find_log
+
+_TOO_OLD = r"nats-server 2\.11\.11 is too old: bufstore needs 2\.14\.0 or later"
+
+
+@asynccontextmanager
+async def _server_of(version: str) -> AsyncIterator[NatsConfig]:
+    """Listen as a server that says this version, and answers nothing but pings."""
+    info = {"server_id": "x", "version": version, "max_payload": 1 << 20, "headers": True}
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"INFO %s\r\n" % json.dumps(info).encode())
+        while line := await reader.readline():
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"])
+    finally:
+        server.close()
+        await server.wait_closed()
 
 
 @pytest.mark.parametrize(
@@ -27,24 +51,19 @@ from bufstore.jetstream.stream import NatsStream
     ],
 )
 async def test_a_server_that_is_too_old_is_told_at_once(version: str, too_old: bool) -> None:
-    info = {"server_id": "x", "version": version, "max_payload": 1 << 20, "headers": True}
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"INFO %s\r\n" % json.dumps(info).encode())
-        while line := await reader.readline():
-            if line.startswith(b"PING"):
-                writer.write(b"PONG\r\n")
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    nats_ = NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"])
-    connection = Connection(nats_, "test")
-    NatsStream(connection, nats_.api, "s", 1)
     refused = pytest.raises(ConfigError, match=rf"nats-server {version} is too old: bufstore needs 2\.14\.0 or later")
-    try:
-        with refused if too_old else nullcontext():
-            await connection.open()
-    finally:
-        await connection.aclose()
-        server.close()
-        await server.wait_closed()
+    async with _server_of(version) as nats_:
+        connection = Connection(nats_, "test")
+        NatsStream(connection, nats_.api, "s", 1)
+        try:
+            with refused if too_old else nullcontext():
+                await connection.open()
+        finally:
+            await connection.aclose()
+
+
+async def test_who_looks_for_a_log_learns_that_the_server_is_too_old() -> None:
+    """Not that there is no log, which would have to be made there."""
+    async with _server_of("2.11.11") as nats_:
+        with pytest.raises(ConfigError, match=_TOO_OLD):
+            await find_log(nats_, "THREADLOG", "thread-hot", "test")

@@ -25,13 +25,15 @@ class FoundLog(NamedTuple):
 async def find_log(nats: NatsConfig, stream: str, bucket: str, name: str) -> FoundLog | None:
     """Return the log; None if there is none. `name`: the name of the connection in NATS.
 
-    So nobody has to repeat the operator's numbers of partitions and replicas. Raises what `log_config` raises, and
-    LogUnavailable.
+    So nobody has to repeat the operator's numbers of partitions and replicas. Raises what `log_config` raises,
+    LogUnavailable, and ConfigError for a server that is too old.
     """
     connection = Connection(nats, name)
+    # The stream is made before the connection opens, because it looks at the server's version when it does.
+    log = NatsStream(connection, nats.api, stream, 1)
     await connection.open()
     try:
-        found = (await NatsStream(connection, nats.api, stream, 1).info())["config"]
+        found = (await log.info())["config"]
     except StreamMissing:
         return None
     finally:
