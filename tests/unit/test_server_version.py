@@ -9,11 +9,15 @@ from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
+from bufstore.cli.connect import Endpoints
+from bufstore.cli.doctor.diagnosis import CheckResult, Level
+from bufstore.cli.doctor.nats import check_nats
 from bufstore.config import NatsConfig
 from bufstore.errors import ConfigError
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.finding import find_log
+from bufstore.nats.permissions import Role
 
 _TOO_OLD = r"nats-server 2\.11\.11 is too old: bufstore needs 2\.14\.0 or later"
 
@@ -67,3 +71,13 @@ async def test_who_looks_for_a_log_learns_that_the_server_is_too_old() -> None:
     async with _server_of("2.11.11") as nats_:
         with pytest.raises(ConfigError, match=_TOO_OLD):
             await find_log(nats_, "THREADLOG", "thread-hot", "test")
+
+
+async def test_doctor_finds_that_the_version_is_wrong_and_not_the_way_to_the_server() -> None:
+    async with _server_of("2.11.11") as nats_:
+        target = Endpoints(nats=nats_, postgres="", schema="bufstore", stream="THREADLOG", bucket="thread-hot")
+        checks, log = await check_nats(target, Role.OPERATOR)
+    needed = "nats-server 2.14.0 or later is needed"
+    found = CheckResult(part="NATS", what="version", level=Level.BAD, found="2.11.11", advice=needed)
+    assert [check for check in checks if check.level is Level.BAD] == [found]
+    assert log is None

@@ -29,7 +29,7 @@ from bufstore.jetstream import hooks
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ConsumerMissing, Mirrored, StorageFailed, StorageFull, StreamMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
-from bufstore.jetstream.server_version import VERSION_MIN, text_of, version_of
+from bufstore.jetstream.server_version import VERSION_MIN, check_version, text_of, version_of
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
 from bufstore.nats.permissions import Role, permissions
@@ -54,13 +54,13 @@ async def check_nats(target: Endpoints, role: Role) -> tuple[list[CheckResult], 
     """Return the checks, and the log or None if it could not be seen. `role`: whose permissions the user needs."""
     notes = Notes("NATS")
     connection = Connection(target.nats, target.session)
-    # The stream is made before the connection opens, because it subscribes to its answers when it does.
-    stream = NatsStream(connection, target.nats.api, target.stream, 1)
     try:
         await connection.open()
     except BufstoreError as e:
         notes.say("reachable", Level.BAD, str(e), "see the address, the network and the credentials")
         return notes.checks, None
+    # A stream that is made before the connection opens refuses an old server as one that cannot be reached.
+    stream = NatsStream(connection, target.nats.api, target.stream, 1)
     try:
         return notes.checks, await _look(notes, connection, target, stream, role)
     finally:
@@ -74,6 +74,10 @@ async def _look(
     concerns = hooks.concerns()
     notes.require("client", not concerns, "; ".join([hooks.installed(), *concerns]), hooks.advice())
     _version(notes, connection)
+    try:
+        await check_version(connection.client())
+    except ConfigError:
+        return None  # no store opens on this server, so nothing else of it matters
     account: dict[str, Any] = {}
     if role is Role.OPERATOR:
         try:
