@@ -79,12 +79,12 @@ spark-version: $(READY) ## Run some tests of tests/spark on PySpark SPARK=4.2.1 
 	.venv-spark/bin/python -m pytest -rA -q -W default -k "$(SPARK_TESTS)" $(SPARK_FILES:%=tests/spark/test_%.py); \
 		found=$$?; rm -rf .venv-spark; exit $$found
 
-# What the lowest versions that pyproject.toml allows might lack.
+# What the lowest versions that pyproject.toml allows might lack, and the oldest nats-server.
 LOWEST := tests/unit tests/integration/test_buffered_store.py tests/integration/test_faults.py \
 	tests/integration/test_cli.py tests/integration/test_tokens.py tests/integration/test_mailbox.py \
 	tests/integration/test_notify.py tests/langgraph/test_conformance.py
 .PHONY: lowest
-lowest: $(READY) ## Run some tests with the lowest versions of what bufstore needs (some minutes)
+lowest: $(READY) ## Run some tests with the lowest versions of what bufstore needs, nats-server included (some minutes)
 	rm -rf .venv-lowest && $(BIN)/python -m venv .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		$$($(BIN)/python tests/lowest_versions.py pyproject.toml)

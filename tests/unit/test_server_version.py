@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from bufstore.cli.doctor.nats import check_nats
 from bufstore.config import NatsConfig
 from bufstore.errors import ConfigError
 from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.server_version import VERSION_MIN
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.finding import find_log
 from bufstore.nats.permissions import Role
@@ -64,6 +66,32 @@ async def test_a_server_that_is_too_old_is_told_at_once(version: str, too_old: b
                 await connection.open()
         finally:
             await connection.aclose()
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [("2.12.8", True), ("2.14.0", False), ("2.15.1", False), ("2.16.0-RC.1", False), ("of our own", False)],
+)
+async def test_a_server_that_is_older_than_those_of_the_tests_is_told_once(
+    version: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with _server_of(version) as nats_:
+        connection = Connection(nats_, "test")
+        for stream in "log", "bucket":
+            NatsStream(connection, nats_.api, stream, 1)
+        try:
+            await connection.open()
+        finally:
+            await connection.aclose()
+    said = [line.getMessage() for line in caplog.records if getattr(line, "action", "") == "nats_version"]
+    text = f"nats-server {version} is older than 2.14.0, the oldest that bufstore is tested with: update it"
+    assert said == [text] * told
+
+
+def test_operations_names_the_oldest_server_that_the_tests_know() -> None:
+    major, minor, patch = VERSION_MIN
+    said = (Path(__file__).parents[2] / "docs/OPERATIONS.md").read_text()
+    assert f"nats-server {major}.{minor}{f'.{patch}' if patch else ''} or later" in said
 
 
 async def test_who_looks_for_a_log_learns_that_the_server_is_too_old() -> None:

@@ -73,8 +73,9 @@ class Connection(Exchange):
         self._past = [0, 0]
 
     def on_connect(self, hook: Callable[[ListeningClient], Awaitable[None]]) -> None:
-        """Run `hook` on every new client before anything else uses it (subscriptions, checks)."""
-        self._hooks.append(hook)
+        """Run `hook` once on every new client before anything else uses it (subscriptions, checks)."""
+        if hook not in self._hooks:
+            self._hooks.append(hook)
 
     def on_lost(self, hook: Callable[[], None]) -> None:
         """Run `hook` when a connection is lost."""

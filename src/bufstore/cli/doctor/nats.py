@@ -29,7 +29,7 @@ from bufstore.jetstream import hooks
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ConsumerMissing, Mirrored, StorageFailed, StorageFull, StreamMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
-from bufstore.jetstream.server_version import VERSION_MIN, check_version, text_of, version_of
+from bufstore.jetstream.server_version import VERSION_MIN, text_of, too_old, version_of
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
 from bufstore.nats.permissions import Role, permissions
@@ -74,9 +74,7 @@ async def _look(
     concerns = hooks.concerns()
     notes.require("client", not concerns, "; ".join([hooks.installed(), *concerns]), hooks.advice())
     _version(notes, connection)
-    try:
-        await check_version(connection.client())
-    except ConfigError:
+    if too_old(version_of(connection.client())):
         return None  # no store opens on this server, so nothing else of it matters
     account: dict[str, Any] = {}
     if role is Role.OPERATOR:
