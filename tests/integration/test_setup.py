@@ -584,6 +584,13 @@ async def test_a_store_without_apply_is_refused_at_open(deployment: Deployment) 
             pass
 
 
+async def test_a_connection_string_in_place_of_a_store_is_named(deployment: Deployment) -> None:
+    """Regression: the error asked for `postgres`, which would not have helped."""
+    with pytest.raises(ConfigError, match="str cannot be wrapped"):
+        async with deployment.store(deployment.servers.postgres.dsn):  # type: ignore[arg-type]
+            pass
+
+
 @pytest.mark.parametrize("epoch", [-1, EPOCHS_MAX])
 def test_an_epoch_whose_positions_would_not_fit_is_refused(epoch: int) -> None:
     target = Target("threads", "app", "x")

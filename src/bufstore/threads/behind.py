@@ -77,8 +77,8 @@ def _behind(
         found: tuple[Ledger, Backing[ThreadState]] | None = store.behind(postgres, config, timeout_s)  # type: ignore[attr-defined]
         if found is not None:
             return found
+    check_wrappable(store)
     if postgres is None:
         raise ConfigError("give `postgres`: the database of your store, where the buffer keeps its watermarks")
-    check_wrappable(store)
     ledger = PostgresLedger.configured(config, postgres, store, ledger_schema(schema, config.log), timeout_s)
     return ledger, Backing(kind_of(store), ComparingReader(store, ledger))
