@@ -1,4 +1,4 @@
-"""The code of README, OWN_STORE and SPARK that starts its own servers runs as printed."""
+"""The code of README, OWN_STORE and SPARK that starts its own servers, and of OPERATIONS, runs as printed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import pytest
 from bufstore import BufferedThreadStore, ThreadChange
 from bufstore.embedded import Servers
 from bufstore.testing import APPLY_CHECKS, CHECKS, Applier, Capability
-from helpers import JAVA_OPTIONS
+from conftest import Deployment
+from helpers import JAVA_OPTIONS, run_of, said
 
 _ROOT = Path(__file__).parent.parent.parent
 _TEXT = "\n".join((_ROOT / name).read_text() for name in ("README.md", "docs/OWN_STORE.md", "docs/SPARK.md"))
@@ -61,3 +62,18 @@ async def test_the_store_of_own_store_passes_the_suite_that_it_names(own_servers
     for check_apply in APPLY_CHECKS:
         if check_apply.needs <= can:
             await check_apply(Applier(mine, apply))
+
+
+async def test_the_gauges_of_operations_are_numbers(deployment: Deployment) -> None:
+    text = (_ROOT / "docs" / "OPERATIONS.md").read_text()
+    code = next(b for b in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE) if "def gauges" in b)
+    names: dict[str, Any] = {"BufferedThreadStore": BufferedThreadStore}
+    exec(code, names)
+    async with deployment.store() as store:
+        await store.checkpoint_append("t", [said(1)], run_of("t"))
+        await store.force_flush("t")
+        found = await names["gauges"](store)
+    assert all(type(value) is float for value in found.values()), found
+    assert found["appended"] == found["flusher_entries"] == 1
+    assert found["flusher_running"] == 1 and found["quarantined"] == 0
+    assert found["log_bytes_max"] > 0 and "lag" in found
