@@ -236,35 +236,54 @@ async def test_in_a_database_that_is_refused_no_tables_are_made(servers: Servers
             pass
 
 
+class Unnamed(Place):
+    """Opens savers as who only swaps the class: without the tables' schema."""
+
+    def store(self, **options: Any) -> Any:
+        return PostgresCheckpointStore(self.dsn, pool_size=4, buffer_schema="public_b", **options)
+
+
 async def test_tables_that_langgraphs_own_saver_finds_elsewhere_are_not_passed_over(servers: Servers) -> None:
     """Regression: ours began anew in `public`, so every thread was read as if it had never been."""
-    place, thread_id, versions = Place(servers), fresh(), {"a": "1"}
-    database, place.schema = place.schema, "public"
-    await query(place.dsn, f"CREATE DATABASE {database}")
-    without_path = make_conninfo(place.dsn, dbname=database)
+    swapped, thread_id, versions = Unnamed(servers), fresh(), {"a": "1"}
+    database, swapped.schema = swapped.schema, "public"
+    await query(swapped.dsn, f"CREATE DATABASE {database}")
+    without_path = make_conninfo(swapped.dsn, dbname=database)
     await query(without_path, "CREATE SCHEMA app")
-    place.dsn = make_conninfo(without_path, options="-c search_path=app,public")
-    async with AsyncPostgresSaver.from_conn_string(place.dsn) as plain:
+    swapped.dsn = make_conninfo(without_path, options="-c search_path=app,public")
+    async with AsyncPostgresSaver.from_conn_string(swapped.dsn) as plain:
         await plain.setup()
         at = await plain.aput(config(thread_id), checkpoint(versions, {"a": [1]}), META, versions)
     for _ in range(2):  # the second time there are tables in `public`, too, which nobody has flushed into
-        with pytest.raises(ConfigError, match="schema='app'"):
-            async with place.saver():
+        with pytest.raises(ConfigError, match=r"schema='app' .* or schema='public'"):
+            async with swapped.saver():
                 pass
-        async with place.plain() as elsewhere:
+        async with swapped.plain() as elsewhere:
             await elsewhere.setup()
-    place.schema = "app"
-    async with place.saver() as ours:
+    named = Place(servers)
+    named.dsn, named.schema = swapped.dsn, "app"
+    async with named.saver() as ours:
         found = await ours.aget_tuple(config(thread_id))
         assert found is not None
         assert found.config == at
-    other = Place(servers)
-    other.dsn, other.schema = without_path, "public"
-    async with other.saver() as ours:
-        at = await ours.aput(config(thread_id), checkpoint(versions, {"a": [1]}), META, versions)
-    other.dsn = place.dsn
-    async with other.saver() as ours:  # what was begun there goes on
-        assert (await ours.aget_tuple(config(thread_id))).config == at  # type: ignore[union-attr]
+
+
+async def test_who_names_public_means_it_and_what_was_begun_there_goes_on(servers: Servers) -> None:
+    named, thread_id, versions = Place(servers), fresh(), {"a": "1"}
+    database, named.schema = named.schema, "public"
+    await query(named.dsn, f"CREATE DATABASE {database}")
+    without_path = make_conninfo(named.dsn, dbname=database)
+    await query(without_path, "CREATE SCHEMA app")
+    named.dsn = make_conninfo(without_path, options="-c search_path=app,public")
+    async with AsyncPostgresSaver.from_conn_string(named.dsn) as plain:
+        await plain.setup()
+    async with named.saver() as ours:
+        await ours.aput(config(thread_id), checkpoint(versions, {"a": [1]}), META, versions)
+        await ours.adelete_thread(thread_id)
+    begun = Unnamed(servers)
+    begun.dsn, begun.log = named.dsn, named.log
+    async with begun.saver() as ours:
+        assert await ours.aget_tuple(config(thread_id)) is None
 
 
 async def test_a_log_of_other_tables_is_refused(servers: Servers) -> None:

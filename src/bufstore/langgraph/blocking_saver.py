@@ -104,7 +104,7 @@ class BufferedSaver(BaseCheckpointSaver[str]):
         conn_string: str,
         nats: Nats = "nats://127.0.0.1:4222",
         *,
-        schema: str = "public",
+        schema: str | None = None,
         buffer_schema: str = "bufstore_langgraph",
         history: History = "all",
         pool_size: int = 16,

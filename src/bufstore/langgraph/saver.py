@@ -146,15 +146,16 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         conn_string: str,
         nats: Nats = "nats://127.0.0.1:4222",
         *,
-        schema: str = "public",
+        schema: str | None = None,
         buffer_schema: str = BUFFER_SCHEMA,
         history: History = "all",
         pool_size: int = 16,
         **options: Unpack[SaverOptions],
     ) -> AsyncIterator[Self]:
-        """Open a saver on LangGraph's tables in `schema` for the block, whose end flushes what is acknowledged.
+        """Open a saver on LangGraph's tables for the block, whose end flushes what is acknowledged.
 
-        `conn_string`: Postgres, as a URL or key=value. `buffer_schema`: where the buffer keeps its own tables.
+        `conn_string`: Postgres, as a URL or key=value. `schema`: where the tables are; None: in `public`, unless
+        LangGraph's own saver uses others on this connection. `buffer_schema`: where the buffer keeps its own tables.
         `history`: how much of a thread's history is written (docs/LANGGRAPH.md, Growth). For the options and the errors
         see `open`.
         """

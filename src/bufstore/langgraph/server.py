@@ -18,7 +18,6 @@ __all__ = ["checkpointer"]
 #: The settings that may be left out, with their defaults.
 _DEFAULTS = {
     "BUFSTORE_NATS": "nats://127.0.0.1:4222",
-    "BUFSTORE_LANGGRAPH_SCHEMA": "public",
     "BUFSTORE_LANGGRAPH_BUFFER_SCHEMA": BUFFER_SCHEMA,
     "BUFSTORE_LANGGRAPH_STREAM": DEFAULT_LOG.stream,
     "BUFSTORE_LANGGRAPH_BUCKET": DEFAULT_LOG.bucket,
@@ -39,7 +38,7 @@ async def checkpointer() -> AsyncIterator[AsyncBufferedSaver]:
         raise ConfigError(
             "BUFSTORE_POSTGRES is not set: set it to the connection string of the database with LangGraph's tables"
         )
-    nats, schema, buffer_schema, stream, bucket, subject, lanes = (
+    nats, buffer_schema, stream, bucket, subject, lanes = (
         os.environ.get(name) or default for name, default in _DEFAULTS.items()
     )
     if not (lanes.isascii() and lanes.isdecimal() and len(lanes) < 4):
@@ -48,7 +47,7 @@ async def checkpointer() -> AsyncIterator[AsyncBufferedSaver]:
     async with AsyncBufferedSaver.from_conn_string(
         postgres,
         nats,
-        schema=schema,
+        schema=os.environ.get("BUFSTORE_LANGGRAPH_SCHEMA") or None,
         buffer_schema=buffer_schema,
         config=BufferConfig(log=log),
     ) as saver:

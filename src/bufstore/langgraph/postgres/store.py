@@ -50,7 +50,7 @@ _KIND = "bufstore.langgraph.postgres:"
 #: Where a saver's buffer keeps its tables, unless a caller says otherwise.
 BUFFER_SCHEMA = "bufstore_langgraph"
 #: Where a saver looks for LangGraph's tables, unless a caller says otherwise.
-PUBLIC = "public"
+_PUBLIC = "public"
 #: What a role is told that may not create a saver's tables.
 _SET_UP = (
     "start a saver once with their owner's rights, then give this role those that it needs (docs/LANGGRAPH.md, Rights)"
@@ -81,8 +81,9 @@ _LOCK = 0x6C61_6E67_6772_6170
 
 
 class PostgresCheckpointStore:
-    """A `CheckpointStore` on the tables of LangGraph's own saver for Postgres, in `schema`.
+    """A `CheckpointStore` on the tables of LangGraph's own saver for Postgres.
 
+    `schema`: where they are. None: in `public`, unless LangGraph's own saver uses others on this connection.
     `buffer_schema`: where the buffer keeps its watermarks, in the same database: both change in one transaction.
     `history`: how much of a thread's history is written (docs/LANGGRAPH.md, Growth). `timeout_s` bounds every call.
     """
@@ -91,7 +92,7 @@ class PostgresCheckpointStore:
         self,
         conninfo: str,
         *,
-        schema: str = PUBLIC,
+        schema: str | None = None,
         buffer_schema: str = BUFFER_SCHEMA,
         history: History = "all",
         pool_size: int = 16,
@@ -99,14 +100,18 @@ class PostgresCheckpointStore:
     ) -> None:
         self.history = check_history(history)
         check_timeout(timeout_s, "PostgresCheckpointStore.timeout_s")
-        self.schema, self.buffer_schema = check_schema(schema), check_schema(buffer_schema)
+        self._chosen = schema is not None
+        self.schema, self.buffer_schema = (
+            check_schema(_PUBLIC if schema is None else schema),
+            check_schema(buffer_schema),
+        )
         #: The first lane's buffer_schema.
         self._first = buffer_schema
         self._conninfo = conninfo
         #: Whether a buffer has opened this store; the buffer also closes it.
         self._behind = False
         self.pool: Pool = new_pool(conninfo, size=pool_size, connect_timeout_s=min(5.0, timeout_s))
-        self._sql = Statements(self.pool, _statements(schema, buffer_schema), timeout_s)
+        self._sql = Statements(self.pool, _statements(self.schema, buffer_schema), timeout_s)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r}, pool={self.pool!r})"
@@ -149,10 +154,11 @@ class PostgresCheckpointStore:
 
         Runs none of LangGraph's migrations. Raises ConfigError for tables of another version, StoreMisconfigured when
         row level security hides rows, when the role may not create the tables, and when the tables are gone into which
-        threads were flushed; ConfigError also when LangGraph's own saver would use tables in another schema.
+        threads were flushed; ConfigError also when nobody chose a schema, and LangGraph's own saver would use tables in
+        another one than `public`.
         """
         async with self._sql.lend() as connection, connection.transaction():
-            if self.schema == PUBLIC:
+            if not self._chosen:
                 await check_not_elsewhere(connection, self._first)
             if not await has_table(connection, self.schema, "checkpoint_migrations"):
                 await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
@@ -302,15 +308,14 @@ async def check_not_elsewhere(connection: AsyncConnection[Any], buffer_schema: s
     """Raise ConfigError if LangGraph's own saver finds its tables in another schema than the default one.
 
     It goes by the search path of the connection. Whoever only swaps the class expects the same tables, and would find
-    all threads empty. A buffer that has flushed threads into the default schema goes on with that one.
+    all threads empty. A buffer that has flushed into the default schema goes on with that one.
     """
     found = await (await connection.execute(_IN_SEARCH_PATH)).fetchone()
-    if found is None or found[0] == PUBLIC or await _flushed(connection, buffer_schema) is not None:
+    if found is None or found[0] == _PUBLIC or await _flushed(connection, buffer_schema, gone=True) is not None:
         return
     raise ConfigError(
-        f"this connection's search path leads LangGraph's own saver to its tables in schema {found[0]!r}, but "
-        f"{PUBLIC!r} is configured, and nothing was flushed into it yet: give schema={found[0]!r} to go on with those, "
-        "or change the search path in the connection string"
+        f"this connection's search path leads LangGraph's own saver to its tables in schema {found[0]!r}; give "
+        f"schema={found[0]!r} to go on with those, or schema={_PUBLIC!r} if you mean the ones there"
     )
 
 
@@ -329,11 +334,14 @@ async def check_never_flushed(connection: AsyncConnection[Any], schema: str, buf
         )
 
 
-async def _flushed(connection: AsyncConnection[Any], buffer_schema: str) -> str | None:
-    """Return the schema of a lane's ledger that says that threads were flushed; None: no lane's does."""
+async def _flushed(connection: AsyncConnection[Any], buffer_schema: str, *, gone: bool = False) -> str | None:
+    """Return the schema of a lane's ledger that says that threads were flushed; None: no lane's does.
+
+    `gone`: whether threads count that were deleted since.
+    """
     for (ledger,) in await (await connection.execute(_LEDGERS, [buffer_schema, buffer_schema])).fetchall():
-        flushed = sql.SQL("SELECT FROM {}.buffer_threads WHERE flushed_seq > 0 AND NOT gone LIMIT 1")
-        if (await connection.execute(flushed.format(sql.Identifier(ledger)))).rowcount:
+        flushed = sql.SQL("SELECT FROM {}.buffer_threads WHERE flushed_seq > 0 AND (%s OR NOT gone) LIMIT 1")
+        if (await connection.execute(flushed.format(sql.Identifier(ledger)), [gone])).rowcount:
             return str(ledger)
     return None
 
