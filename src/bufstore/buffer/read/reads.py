@@ -100,6 +100,15 @@ class Reads(Generic[S]):
         if everything:
             self._recent.forget_all()
 
+    def _why_late(self, ours: bool, asked_store_alone: bool) -> str:
+        """Return why a read ended with a TimeoutError. `ours`: whether it is of our limit, not of an app's own store."""
+        if not ours:
+            return ": the store's own call timed out"
+        within = f" within {self._config.read_timeout_s:g} s"
+        if self.store.down is not None:
+            return f"{within}; the store counts as away: {self.store.down}"
+        return f"{within}: the store did not answer" if asked_store_alone else within
+
     async def thread(
         self,
         thread_id: str,
@@ -119,11 +128,12 @@ class Reads(Generic[S]):
         self._home.check()
         needed = max(at_least, self._own_seq(thread_id)) if level is not Consistency.EVENTUAL else at_least
         deadline = asyncio.get_running_loop().time() + self._config.read_timeout_s
+        bound = asyncio.timeout_at(deadline)
         try:
             if level is Consistency.STRONG:
                 # It ends by itself, and says why; a limit around it would end it without a word.
                 needed = max(await self.force_flush(thread_id, self._config.read_timeout_s), needed)
-            async with asyncio.timeout_at(deadline):
+            async with bound:
                 if level is Consistency.EVENTUAL:
                     state = await self._until(thread_id, lambda: self._reader.state(thread_id), needed)
                 elif level is Consistency.STRONG:
@@ -133,11 +143,9 @@ class Reads(Generic[S]):
                 else:
                     state = await self._until(thread_id, lambda: self._joined_state(thread_id, proven), needed)
         except TimeoutError:
-            why = f": Postgres: {self.store.down}" if self.store.down is not None else ""
-            if not why and level is Consistency.EVENTUAL and not needed:
-                why = ": Postgres did not answer"  # it alone was asked
-            within = f"within {self._config.read_timeout_s:g} s"
-            raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value} {within}{why}") from None
+            # Of an eventual read that need not include anything, the store alone was asked.
+            why = self._why_late(bound.expired(), level is Consistency.EVENTUAL and not needed)
+            raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value}{why}") from None
         except (FlushTimeout, LogUnavailable, AppendUnknown) as e:
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value}: {e}") from e
         except ConfigError as e:
