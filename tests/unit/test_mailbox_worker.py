@@ -152,6 +152,7 @@ async def _logged(caplog: pytest.LogCaptureFixture, action: str) -> bool:
 
 
 async def test_a_handler_that_is_interrupted_is_told_once_and_cleans_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     ended = asyncio.Event()
 
     async def handle(dispatch: Dispatch) -> None:
@@ -170,7 +171,20 @@ async def test_a_handler_that_is_interrupted_is_told_once_and_cleans_up(caplog: 
         async with asyncio.timeout(5):
             await ended.wait()
         assert mailbox.statistics().counts["work_interrupted"] == 1
+    assert await _logged(caplog, "mailbox_interrupted")
     assert not [record for record in caplog.records if record.levelname == "WARNING"]  # nothing has failed
+
+
+async def test_a_handler_that_an_apps_own_code_cancels_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    async def handle(_: Dispatch) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    async with MemoryMailboxStore() as mailbox, Worker(mailbox, "w", handle):
+        await mailbox.enqueue("t", max_attempts=1)
+        await eventually(lambda: _logged(caplog, "mailbox_handler_failed"))
 
 
 async def test_a_handler_that_fails_before_it_gives_its_awaitable_is_handed_back_and_told(

@@ -184,7 +184,10 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         return health_of_all(await self.engine.lanes.each(lambda buffer: buffer.vitals.health()))
 
     async def statistics(self) -> Statistics:
-        """Return counters, how full the log is, and how long it has space. Raises LogUnavailable."""
+        """Return counters, how full the log is, and how long it has space; for all lanes together.
+
+        Raises LogUnavailable.
+        """
         return statistics_of_all(await self.engine.lanes.each(lambda buffer: buffer.vitals.statistics()))
 
     # --- one checkpoint ---------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Self
+from typing import Literal, Self
+from weakref import WeakKeyDictionary
 
 from bufstore import elapsed
 from bufstore.errors import (
@@ -78,6 +79,8 @@ class Worker:
         #: The claims that are worked on, and their handlers, by token: a thread may have a claim that is lost and still
         #: ends, and the next one.
         self._claims: dict[int, tuple[Dispatch, asyncio.Task[None]]] = {}
+        #: Why this worker cancelled a handler, which an app's own code may cancel, too.
+        self._broken_off: WeakKeyDictionary[asyncio.Task[None], str] = WeakKeyDictionary()
         self._room = asyncio.Semaphore(self._config.max_concurrent_handlers)
         self._closing = self._stopped = False
         #: Why the last pull of signals failed; None when it did not.
@@ -223,13 +226,14 @@ class Worker:
         if not task.cancelled() and error is None:
             return lambda: self._mailbox.ack(claim)
         text = "cancelled" if error is None else _text_of(error)
-        if error is None and task.cancelling():  # by this worker, which does so to nothing else while it works
-            _log.info(
-                "dispatch %r of thread %r is not worked on any more: it was interrupted, or the claim is lost",
-                claim.dispatch_id,
-                claim.thread_id,
-                extra={"action": "mailbox_claim_lost"},
-            )
+        if error is None and (how := self._broken_off.get(task)) is not None:
+            if how == "interrupted":  # the step that ends a lost claim is refused, and tells it
+                _log.info(
+                    "dispatch %r of thread %r is interrupted: its handler was cancelled",
+                    claim.dispatch_id,
+                    claim.thread_id,
+                    extra={"action": "mailbox_interrupted"},
+                )
         else:
             _log.warning(
                 "dispatch %r of thread %r failed: %s",
@@ -273,8 +277,9 @@ class Worker:
                     if known and (token != claim.token or epoch > claim.epoch):
                         self._lost(task, "lost" if token != claim.token else "interrupted")
 
-    def _lost(self, task: asyncio.Task[None], how: str) -> None:
+    def _lost(self, task: asyncio.Task[None], how: Literal["lost", "interrupted"]) -> None:
         if task.cancelling():
             return  # the handler is cancelled once, and may take its time to end
+        self._broken_off[task] = how
         self._mailbox.counters.count(f"work_{how}")
         task.cancel()

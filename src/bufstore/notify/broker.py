@@ -17,7 +17,8 @@ class Broker(Protocol):
     The caller cancels calls that take too long, except `subscribe`.
     """
 
-    #: Called whenever the connection was lost and subscriptions are in place again. The notifier on the broker sets it.
+    #: Called whenever the connection was lost and subscriptions are in place again. The notifier on the broker sets it;
+    #: of several, as on a `MemoryBroker`, which loses nothing, the last.
     restored: Callable[[], None] | None = None
 
     async def publish(self, event: Event, payload: str) -> None:

@@ -13,6 +13,9 @@ With pytest-asyncio and its ``asyncio_mode = "auto"``:
 
 `APPLY_CHECKS` call the one method that writes, directly and without a log, and say more when it is wrong:
 
+    from collections.abc import Sequence
+    import psycopg
+    from bufstore import ThreadChange
     from bufstore.testing import APPLY_CHECKS, Applier
 
     @pytest.mark.parametrize("check", APPLY_CHECKS, ids=str)

@@ -215,7 +215,7 @@ class Takeover:
         self._wanted = frozenset()
         await self._ended()
         for owned in list(self.owned_partitions.values()):
-            self.drop(owned, "this process ends", logging.DEBUG)
+            self.drop(owned, "the store closes", logging.DEBUG)
         await self._ended()
 
     async def _ended(self) -> None:

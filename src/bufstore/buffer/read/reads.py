@@ -101,7 +101,7 @@ class Reads(Generic[S]):
             self._recent.forget_all()
 
     def _why_late(self, ours: bool, asked_store_alone: bool) -> str:
-        """Return why a read ended with a TimeoutError. `ours`: whether it is of our limit, not of an app's own store."""
+        """Return why a read ended late. `ours`: whether by our limit, and not by one of an app's own store."""
         if not ours:
             return ": the store's own call timed out"
         within = f" within {self._config.read_timeout_s:g} s"
