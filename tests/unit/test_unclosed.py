@@ -13,7 +13,8 @@ import pytest
 from bufstore.config import NatsConfig
 from bufstore.errors import LogUnavailable
 from bufstore.jetstream.connection import Connection
-from bufstore.postgres.connection.pool import _is_ours, new_pool
+from bufstore.postgres.connection.pool import _POOL_NAME, new_pool
+from bufstore.postgres.connection.quiet import _Quiet
 
 
 @pytest.mark.timeout(30)
@@ -96,4 +97,4 @@ async def test_it_ends_while_the_connection_to_nats_is_made_anew(fails: bool) ->
     [("bufstore", True), ("bufstore-worker-1", True), ("bufstore-scheduler", True), ("bufstore-orders", False)],
 )
 def test_what_is_said_of_a_pool_of_an_app_is_not_kept_back(name: str, ours: bool) -> None:
-    assert _is_ours(name) is ours
+    assert _Quiet(_POOL_NAME)._is_ours(name) is ours
