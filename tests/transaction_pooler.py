@@ -89,6 +89,11 @@ class TransactionPooler:
         self.replies_to_lose = 0
         #: What clients are told in place of a server connection, before they are disconnected.
         self.refuses_with: str | None = None
+        #: What clients are told that sign in, if they are refused.
+        self.refuses_logins_with: str | None = None
+        #: Cleared, it lets clients that are connected wait, as PgBouncer does after PAUSE.
+        self.runs = asyncio.Event()
+        self.runs.set()
 
     async def __aenter__(self) -> Self:
         for _ in range(self._size):
@@ -106,6 +111,10 @@ class TransactionPooler:
         await asyncio.gather(*self._clients, return_exceptions=True)
         while not self._idle.empty():
             await self._idle.get_nowait().close()
+
+    def reconnect(self) -> None:
+        """Tell clients what the server says of itself, as PgBouncer does after RECONNECT."""
+        self._told = {}
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.ensure_future(self._serve(reader, writer))
@@ -133,6 +142,9 @@ class TransactionPooler:
             if code not in (_SSL_REQUEST, _GSS_REQUEST):
                 break
             writer.write(b"N")
+        if self.refuses_logins_with is not None:
+            writer.write(_error(self.refuses_logins_with))
+            return False
         server = await self._idle.get()
         self._idle.put_nowait(server)
         writer.write(_framed(b"R", struct.pack("!i", 0)))
@@ -147,6 +159,7 @@ class TransactionPooler:
         message = await _message(reader)
         if message[:1] == b"X":
             return False
+        await self.runs.wait()
         if self.refuses_with is not None:
             writer.write(_error(self.refuses_with))
             return False

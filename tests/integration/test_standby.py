@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,14 @@ from bufstore import Consistency, PostgresThreadStore, StoreUnavailable
 from bufstore.embedded import PostgresServer, Servers
 from bufstore.errors import ConfigError
 from bufstore.postgres.connection.conninfo import own_conninfo
-from bufstore.postgres.connection.pool import new_pool
+from bufstore.postgres.connection.pool import _Connection, new_pool, open_pool
 from conftest import Deployment
 from fault_proxy.proxy import FaultProxy
 from helpers import eventually, fresh, query, run_of, said
 from transaction_pooler import TransactionPooler
 
 _LOCAL = "127.0.0.1"
+_RECOVERS = "SELECT pg_is_in_recovery()"
 
 
 @contextmanager
@@ -127,20 +128,83 @@ async def test_a_standby_behind_a_pooler_that_takes_it_for_the_primary_is_not_us
             TransactionPooler(primary.dsn, standby=False) as second,
         ):
             await direct.checkpoint_append("t", [said(1)], run_of("t"))
-            async with PostgresThreadStore(first.dsn, timeout_s=10.0) as store:
+            async with PostgresThreadStore(first.dsn, timeout_s=2.0) as store:
+                for _ in range(3):
+                    with pytest.raises(StoreUnavailable, match="standby mode, and a pooler"):
+                        await store.load_messages("t")
+            async with PostgresThreadStore(_of_both(first.dsn, second.dsn), timeout_s=10.0) as store:
+                # The first read, too: it got connections that had been made to the standby.
+                assert await store.load_messages("t") == [said(0), said(1)]
+
+
+async def test_a_pooler_that_misled_once_keeps_nobody_from_the_servers_of_a_service(
+    own_servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only libpq knows them, and where it had been misled it was not asked any more: only the first was looked at."""
+    with standby_of(own_servers.postgres) as standby:
+        async with (
+            TransactionPooler(standby.dsn, standby=False) as first,
+            TransactionPooler(own_servers.postgres.dsn, standby=False) as second,
+        ):
+            given = conninfo_to_dict(_of_both(first.dsn, second.dsn))
+            service = tmp_path / "services"
+            service.write_text("\n".join(["[both]", *(f"{name}={value}" for name, value in given.items())]))
+            monkeypatch.setenv("PGSERVICEFILE", str(service))
+            async with await open_pool("service=both", size=1) as pool:
+                async with pool.lend(20) as connection:
+                    assert await (await connection.execute(_RECOVERS)).fetchone() == (False,)
+                    await connection.close()
+                first.reconnect()
+                async with pool.lend(20) as connection:
+                    assert await (await connection.execute(_RECOVERS)).fetchone() == (False,)
+
+
+async def test_a_standby_beside_a_server_that_refuses_is_an_outage(own_servers: Servers) -> None:
+    """A pooler had passed the standby off: then the last server's own refusal counted, not that the primary is away."""
+    with standby_of(own_servers.postgres) as standby:
+        async with TransactionPooler(standby.dsn, standby=False) as first, TransactionPooler(standby.dsn) as second:
+            second.refuses_logins_with = 'no pg_hba.conf entry for host "10.0.0.1", user "u", database "d"'
+            async with await open_pool(_of_both(first.dsn, second.dsn), size=1) as pool:
                 for _ in range(3):
                     with pytest.raises(StoreUnavailable, match="standby"):
-                        await store.load_messages("t")
-            port, other = (conninfo_to_dict(dsn)["port"] for dsn in (first.dsn, second.dsn))
-            both = make_conninfo(first.dsn, host=f"{_LOCAL},{_LOCAL}", port=f"{port},{other}")
-            async with PostgresThreadStore(both, timeout_s=10.0) as store:
+                        async with pool.lend(1.5):
+                            pass
 
-                async def read() -> bool:
-                    with suppress(StoreUnavailable):
-                        return await store.load_messages("t") == [said(0), said(1)]
-                    return False
 
-                await eventually(read)
+async def test_a_server_that_is_away_behind_a_misleading_pooler_is_not_told_as_a_standby(servers: Servers) -> None:
+    async with TransactionPooler(servers.postgres.dsn, standby=True) as pooler:
+        pooler.refuses_with = "server login has been failing, try again later (server_login_retry)"
+        async with await open_pool(pooler.dsn, size=1) as pool:
+            with pytest.raises(StoreUnavailable, match="in time: server login has been failing"):
+                async with pool.lend(1.5):
+                    pass
+
+
+async def test_a_pool_that_closes_waits_for_no_server_to_say_what_it_is(servers: Servers) -> None:
+    before = asyncio.all_tasks()
+    async with TransactionPooler(servers.postgres.dsn, standby=True) as pooler:
+        pooler.runs.clear()
+        pool = await open_pool(pooler.dsn, size=1)
+        with pytest.raises(StoreUnavailable):
+            async with pool.lend(0.5):
+                pass
+        await pool.close()
+        left = {task.get_name() for task in asyncio.all_tasks() - before}
+        assert not [name for name in left if "worker" in name]
+
+
+async def test_a_cancel_request_gets_as_long_as_the_connection_took_and_not_its_search(servers: Servers) -> None:
+    async with TransactionPooler(servers.postgres.dsn, standby=True) as pooler:
+        pooler.runs.clear()
+        asyncio.get_running_loop().call_later(1.0, pooler.runs.set)
+        async with await open_pool(pooler.dsn, size=1) as pool, pool.lend(10) as connection:
+            assert isinstance(connection, _Connection)
+            assert connection.made_in_s < 0.5
+
+
+def _of_both(first: str, second: str) -> str:
+    port, other = (conninfo_to_dict(dsn)["port"] for dsn in (first, second))
+    return make_conninfo(first, host=f"{_LOCAL},{_LOCAL}", port=f"{port},{other}")
 
 
 @pytest.mark.parametrize("wanted", ["standby", "prefer-standby", "read-only"])

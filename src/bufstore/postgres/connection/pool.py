@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import psycopg
 from psycopg import AsyncConnection, AsyncPipeline, IsolationLevel
@@ -24,7 +24,7 @@ from bufstore.home import Home, owned_here
 from bufstore.postgres.connection.alarm import Alarm
 from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.errors import Unconfirmed, hung_up, is_lost, map_errors, out_of_time
-from bufstore.postgres.connection.primary import STANDBY, each_server, is_primary, is_told_of_a_standby
+from bufstore.postgres.connection.primary import PASSED_OFF, to_the_primary
 from bufstore.postgres.connection.quiet import WAITING, Ours, quieten
 from bufstore.postgres.connection.refusals import is_refusal, reason_in
 from bufstore.tasks import Closing, spawn, to_the_end
@@ -51,8 +51,8 @@ class _Failure:
     """The last failure to connect, until it succeeds again; and the tasks that are connecting."""
 
     reason: str | None = None
-    #: Whether a server said at the start that it is a standby and is none, or the other way round: each is asked then.
-    misled = False
+    #: Whether what libpq took for the primary was a standby. Its next choice is asked, until one is the primary.
+    doubted = False
 
     def __init__(self) -> None:
         self.connecting: set[asyncio.Task[Any] | None] = set()
@@ -70,10 +70,10 @@ class _Connection(AsyncConnection[TupleRow], Ours):
     async def connect(cls, conninfo: str = "", *, failure: _Failure, **kwargs: Any) -> Self:  # type: ignore[override]
         task = asyncio.current_task()
         failure.connecting.add(task)
-        clock = asyncio.get_running_loop().time
-        began = clock()
         try:
-            connection = await cls._to_the_primary(conninfo, failure, **kwargs)
+            made = partial(cls._made, **kwargs)
+            connection, confirmed = await to_the_primary(made, conninfo, failure.doubted)
+            failure.doubted = failure.doubted and not confirmed
         except psycopg.OperationalError as e:
             failure.reason = reason_in(str(e))
             raise
@@ -81,42 +81,24 @@ class _Connection(AsyncConnection[TupleRow], Ours):
             failure.connecting.discard(task)
         failure.reason = None
         owned_here(connection)
-        connection.made_in_s = clock() - began
+        connection.ready = True
         _Connection.made += 1
-        # This is for transactions that psycopg begins; for the others see `Pool._read_committed`.
+        # This is for transactions that psycopg begins; for the others see `Pool._is_usable`.
         await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
         return connection
 
     @classmethod
-    async def _to_the_primary(cls, conninfo: str, failure: _Failure, **kwargs: Any) -> Self:
-        """Connect as libpq chooses, or, where a pooler misleads it, to the server that says itself what it is."""
-        failed = psycopg.OperationalError(f"connection failed: {STANDBY}")
-        if not failure.misled:
-            try:
-                return await super().connect(conninfo, **kwargs)
-            except psycopg.OperationalError as e:
-                if not is_told_of_a_standby(str(e)):
-                    raise
-                failed = e
-        for server in each_server(conninfo):
-            try:
-                connection = await super().connect(server, **kwargs)
-            except psycopg.OperationalError as e:
-                failed = e if failure.misled else failed
-                continue
-            try:
-                primary = await is_primary(connection, conninfo)
-            except BaseException:  # the pool is being closed
-                await connection.close()
-                raise
-            if primary:
-                failure.misled = True
-                return connection
-            await connection.close()
-        raise failed
+    async def _made(cls, conninfo: str, **kwargs: Any) -> Self:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        connection = await super().connect(conninfo, **kwargs)
+        connection.made_in_s = clock() - began
+        return connection
 
     #: How many seconds it took to make the connection.
     made_in_s: float
+    #: Whether it is somebody's to use. Until then its statement is given up at once: a closing pool waits for it.
+    ready = False
     #: Whether each statement may be a transaction of its own, as the server said; None: it was not asked yet. Asked for
     #: each connection: the default of role or database may be changed while a process runs.
     single: bool | None = None
@@ -140,6 +122,8 @@ class _Connection(AsyncConnection[TupleRow], Ours):
         A task may be cancelled again while the cancel request is on its way: anyio does so at every turn of the loop.
         psycopg would hang up at once, and the statement would go on in the server, beside the next connection.
         """
+        if not self.ready:
+            self._hang_up()
         if self.alarm is not None:
             self.alarm.ring_in(_CANCELLED_S)
         loop = asyncio.get_running_loop()
@@ -151,10 +135,15 @@ class _Connection(AsyncConnection[TupleRow], Ours):
             except asyncio.CancelledError:
                 again = True
         if again:
-            # Nobody can wait for the statement's end. psycopg takes this error as expected, and raises the first
-            # CancelledError; it would warn of any other.
-            self.pgconn.finish()
-            raise psycopg.errors.QueryCanceled
+            self._hang_up()
+
+    def _hang_up(self) -> NoReturn:
+        """End a cancelled statement whose end nobody can wait for.
+
+        psycopg takes this error as expected, and raises the first CancelledError; it would warn of any other.
+        """
+        self.pgconn.finish()
+        raise psycopg.errors.QueryCanceled
 
     @asynccontextmanager
     async def pipeline(self) -> AsyncIterator[AsyncPipeline]:
@@ -292,38 +281,42 @@ class Pool(AsyncConnectionPool[_Connection]):
         self.check_home()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
+        away_at = deadline if away_s is None else loop.time() + away_s
+        usable = False
         with map_errors():
-            connection = await self._borrow(deadline, deadline if away_s is None else loop.time() + away_s)
-            # The alarm ends the statement. The limit ends anything else that the block waits for.
-            limit = asyncio.timeout(None)
-            alarm = connection.alarm = Alarm(connection, deadline, limit, connection.made_in_s)
-            try:
-                async with limit, connection:
-                    await self._read_committed(connection)
-                    yield connection
-            except Exception as e:
-                if _is_read_only(e):
-                    # A session may stay read-only when its server is not, and the address may lead to another by now.
-                    await connection.close()
-                if alarm.rung and isinstance(e, psycopg.errors.QueryCanceled):
-                    raise out_of_time(timeout_s) from e  # Postgres would say that the user asked for it
-                if alarm.rung and is_lost(e):
-                    raise hung_up(timeout_s) from e
-                raise
-            else:
-                if alarm.rung:
-                    raise Unconfirmed
-            finally:
-                connection.alarm = None
-                if alarm.off():
-                    # The cancel request may still be under way: it must not hit the next caller's statement.
-                    await connection.close()
-                await self._end_loan(connection)
+            while not usable:
+                connection = await self._borrow(deadline, away_at)
+                # The alarm ends the statement. The limit ends anything else that the block waits for.
+                limit = asyncio.timeout(None)
+                alarm = connection.alarm = Alarm(connection, deadline, limit, connection.made_in_s)
+                try:
+                    async with limit, connection:
+                        usable = await self._is_usable(connection)
+                        if usable:
+                            yield connection
+                except Exception as e:
+                    if _is_read_only(e):
+                        # A session may stay read-only when its server is not, and the address may lead elsewhere now.
+                        await connection.close()
+                    if alarm.rung and isinstance(e, psycopg.errors.QueryCanceled):
+                        raise out_of_time(timeout_s) from e  # Postgres would say that the user asked for it
+                    if alarm.rung and is_lost(e):
+                        raise hung_up(timeout_s) from e
+                    raise
+                else:
+                    if usable and alarm.rung:
+                        raise Unconfirmed
+                finally:
+                    connection.alarm = None
+                    if alarm.off():
+                        # The cancel request may still be under way: it must not hit the next caller's statement.
+                        await connection.close()
+                    await self._end_loan(connection)
 
-    async def _read_committed(self, connection: _Connection) -> None:
+    async def _is_usable(self, connection: _Connection) -> bool:
         """Make each statement read committed, whatever the role's default: one that waited for a row sees its change.
 
-        Raises StoreUnavailable for a standby that a pooler has passed off as the primary.
+        Return False, and close it, if it leads to a standby that a pooler has passed off as the primary.
 
         Where the default is another level, psycopg begins a transaction for each loan. A setting of the session would
         be lost behind a pooler, which also refuses a setting that comes with the connection.
@@ -331,13 +324,14 @@ class Pool(AsyncConnectionPool[_Connection]):
         if connection.single is None:
             cursor = connection.cursor(row_factory=tuple_row)
             level, standby = await (await cursor.execute(_SESSION)).fetchone() or ("", False)
-            if standby:  # it said at its start that it is none
-                self._failure.misled = True
+            if standby:
+                self._failure.doubted, self._failure.reason = True, PASSED_OFF
                 await connection.close()
-                raise StoreUnavailable(f"no connection to Postgres: {STANDBY}, and a pooler says that it is not")
+                return False
             connection.single = level == "read committed"
         if connection.autocommit is not connection.single:
             await connection.set_autocommit(connection.single)
+        return True
 
     async def _borrow(self, deadline: float, away_at: float) -> _Connection:
         """Take a place among the callers that are lent to; return a live connection. `away_at`: see `_live`."""
