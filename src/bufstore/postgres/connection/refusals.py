@@ -24,8 +24,9 @@ _REFUSED = re.compile(
     r"could not find digest|server certificate signature algorithm|host name must be specified|"
     # what listens there is no Postgres
     r"invalid response to SSL negotiation|expected authentication request|wrong version number|"
-    # PgBouncer's own; the rest of what it refuses has Postgres' words
-    r"FATAL:  SSL required|login rejected|no authentication method is found|bouncer config error|"
+    # PgBouncer's own; the rest of what it refuses has Postgres' words. Not "bouncer config error": it says that also
+    # when Postgres ends the session in which it asks for the password (`auth_query`), as each restart does.
+    r"FATAL:  SSL required|login rejected|no authentication method is found|"
     # from here on, libpq did not even try
     r"invalid (\S+|integer|port|SCRAM \S+|SSL protocol) (value|number|key|version)|could not match|weak sslmode|"
     r"could not parse network address|support is not compiled in|service file|definition of service|"
