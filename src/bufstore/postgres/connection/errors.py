@@ -34,6 +34,10 @@ class Unconfirmed(NoAnswer):
         super().__init__("no answer from Postgres: the time ran out (a lock, or a synchronous standby that is away)")
 
 
+class NoSession(StoreUnavailable):
+    """A pooler gave the call no session: nothing was carried out, and the connection is gone. A read is repeated."""
+
+
 #: SQLSTATE (or its beginning) -> the error that stands for it here. Looked up longest first.
 _BY_SQLSTATE: dict[str, type[BufstoreError]] = {
     "08": NoAnswer,  # connection failure
@@ -88,7 +92,7 @@ def mapped_error(error: psycopg.Error | OSError) -> BufstoreError | None:
     if state is None:
         return NoAnswer("the connection to Postgres was lost") if is_lost(error) else None
     if state == "08P01" and _NO_SESSION.search(error.diag.message_primary or ""):
-        return StoreUnavailable(f"no connection to Postgres: a pooler in front of it says: {_words(error)}")
+        return NoSession(f"no connection to Postgres: a pooler in front of it says: {_words(error)}")
     if state == "08P01" and _NO_TRANSACTIONS in (error.diag.message_primary or ""):
         return StoreMisconfigured(f"the pooler in front of Postgres needs pool_mode=transaction: {_words(error)}")
     for length in (5, 2):

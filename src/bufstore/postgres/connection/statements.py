@@ -10,7 +10,7 @@ from typing import Any, LiteralString, TypeVar
 from psycopg import AsyncConnection
 
 from bufstore.postgres.connection import arrays
-from bufstore.postgres.connection.errors import NoAnswer
+from bufstore.postgres.connection.errors import NoAnswer, NoSession
 from bufstore.postgres.connection.pool import Pool
 
 R = TypeVar("R")
@@ -55,7 +55,10 @@ class Statements:
         await self.answered(lambda connection: self.on(connection, name, *parameters), _REASON_S)
 
     async def answered(self, read: Callable[[AsyncConnection[Any]], Awaitable[R]], away_s: float | None = None) -> R:
-        """Return what `read` finds. It reads once more if a connection was lost. `away_s`: see `Pool.lend`."""
+        """Return what `read` finds. It reads once more if a connection was lost, or a pooler had no session for it.
+
+        `away_s`: see `Pool.lend`.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.timeout_s
         again = False
@@ -63,7 +66,7 @@ class Statements:
             try:
                 async with self.lend(away_s, deadline - loop.time()) as connection:
                     return await read(connection)
-            except NoAnswer:
+            except (NoAnswer, NoSession):
                 if again or loop.time() >= deadline:
                     raise
                 again = True
