@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import nats
+import psycopg
 import pytest
 from nats.aio.client import Client
 from nats.js.api import KeyValueConfig
@@ -26,6 +27,7 @@ from bufstore.notify import Hints, NatsNotifier, Notifier, PostgresNotifier, Red
 from bufstore.notify.nats_hints import HintStore
 from bufstore.notify.postgres import PostgresBroker
 from bufstore.notify.redis import RedisBroker
+from fault_proxy.proxy import FaultProxy
 from helpers import eventually, query
 from thorough import seldom
 from transaction_pooler import TransactionPooler
@@ -547,6 +549,25 @@ async def test_a_session_behind_a_pooler_is_proven_to_listen_and_misses_nothing(
 
         await eventually(all_heard)
         assert notifier.statistics().restored == 0
+
+
+async def test_a_listening_connection_that_hangs_is_noticed_after_the_quiet_time(servers: Servers, prefix: str) -> None:
+    """Regression: it was also waited for as long as a proof takes, which a way to Postgres itself needs none of."""
+    server = servers.postgres
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+        listen = server.dsn.replace(f":{server.port}", f":{proxy.port}")
+        async with await PostgresNotifier.open(
+            server.dsn, listen=listen, prefix=prefix, timeout_s=20, quiet_s=0.5
+        ) as notifier:
+            source = await cast(PostgresBroker, notifier._broker)._attach()
+            try:
+                proxy.to_server.swallow = proxy.to_client.swallow = True
+                async with asyncio.timeout(20):
+                    with pytest.raises(psycopg.OperationalError):
+                        await source.next()
+            finally:
+                proxy.heal()
+                await source.aclose()
 
 
 async def test_why_postgres_cannot_be_listened_to_is_said_and_workers_poll(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from typing import Any, LiteralString, Self
 
@@ -124,8 +124,7 @@ class PostgresBroker(HealingBroker):
     async def _listen_on(self, connection: AsyncConnection[Any], pool: AnyPool | None) -> _Source:
         source = _Source(connection, pool, self._channels, self._quiet_s, self._notify, self._timeout_s)
         try:
-            async with in_time(connection, 3 * self._timeout_s):  # the proof may take twice as long as the rest
-                await source.listen()
+            await source.listen()
         except BaseException:
             await source.aclose()
             raise
@@ -159,16 +158,19 @@ class _Source:
         self._proof: str | None = None
 
     async def listen(self) -> None:
-        if not self._connection.autocommit:
-            await self._connection.set_autocommit(True)
-        if await self._is_pooled():
+        async with in_time(self._connection, self._timeout_s):
+            if not self._connection.autocommit:
+                await self._connection.set_autocommit(True)
+            if await self._is_pooled():
+                self._proof = f"bufstore_proof_{secrets.token_hex(8)}"
+                await self._listen(self._proof)
+        if self._proof is not None:
             # The proof comes first: of a connection that hears nothing, no LISTEN stays behind that is ever notified.
-            self._proof = f"bufstore_proof_{secrets.token_hex(8)}"
-            await self._listen(self._proof)
-            await self._prove(self._proof)
-        for name in self._events:
-            await self._listen(name)
-        await self._check_registered()
+            await self._prove(await self._send_proof(self._proof))
+        async with in_time(self._connection, self._timeout_s):
+            for name in self._events:
+                await self._listen(name)
+            await self._check_registered(self._events)
 
     async def _listen(self, name: str) -> None:
         await self._connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(name)))
@@ -183,10 +185,7 @@ class _Source:
                 note = await anext(self._notes)
             except StopAsyncIteration:
                 self._notes = None
-                async with in_time(self._connection, self._quiet_s + 2 * self._timeout_s):
-                    await self._check_registered()
-                    if self._proof is not None:
-                        await self._prove(self._proof)
+                await self._check()
                 continue
             if (heard := self._known(note)) is not None:
                 return heard
@@ -218,20 +217,30 @@ class _Source:
         """Return whether a pooler is between: it has a process id of its own for each client."""
         return await self._ask("SELECT pg_backend_pid()") != {self._connection.info.backend_pid}
 
-    async def _check_registered(self) -> None:
-        if not await self._ask("SELECT pg_listening_channels()") >= self._events.keys():
+    async def _check(self) -> None:
+        async with in_time(self._connection, self._quiet_s):
+            await self._check_registered(self._events)
+        if self._proof is not None:
+            await self._prove(await self._send_proof(self._proof))
+
+    async def _check_registered(self, names: Collection[str]) -> None:
+        if not await self._ask("SELECT pg_listening_channels()") >= set(names):
             raise _deaf()
 
-    async def _prove(self, channel: str) -> None:
-        """Have a notification sent on another connection, and hear it. Raises NotifyUnavailable if it does not come."""
+    async def _send_proof(self, channel: str) -> str:
+        """Send a notification on another connection, and return its payload, which no other one has."""
         payload = secrets.token_hex(8)
         await self._notify(channel, payload)
+        return payload
+
+    async def _prove(self, payload: str) -> None:
+        """Hear the notification that was sent. Raises NotifyUnavailable if it does not come."""
         loop = asyncio.get_running_loop()
         until, proven = loop.time() + self._timeout_s, False
         while not proven and (left_s := until - loop.time()) > 0:
             # To its end, which comes behind all that arrived together.
             async for note in self._connection.notifies(timeout=left_s, stop_after=1):
-                proven = proven or (note.channel, note.payload) == (channel, payload)
+                proven = proven or (note.channel, note.payload) == (self._proof, payload)
                 if (heard := self._known(note)) is not None:
                     self._heard.append(heard)
         if not proven:
