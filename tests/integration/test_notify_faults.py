@@ -570,6 +570,42 @@ async def test_a_listening_connection_that_hangs_is_noticed_after_the_quiet_time
                 await source.aclose()
 
 
+async def test_a_proof_that_cannot_be_sent_tells_nothing_of_who_listens(
+    servers: Servers, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: with a busy pool of the app's, a connection that listened was thrown away, again and again."""
+    unsent = 0
+    notify = PostgresBroker._notify
+
+    async def pooled(_: object) -> bool:
+        return True
+
+    async def counted(broker: PostgresBroker, channel: str, payload: str) -> None:
+        nonlocal unsent
+        try:
+            await notify(broker, channel, payload)
+        except Unavailable:
+            unsent += 1
+            raise
+
+    monkeypatch.setattr("bufstore.notify.postgres._Source._is_pooled", pooled)
+    monkeypatch.setattr(PostgresBroker, "_notify", counted)
+    dsn = servers.postgres.dsn
+    async with (
+        AsyncConnectionPool(dsn, min_size=2, max_size=2, open=False) as pool,
+        await PostgresNotifier.open(pool, prefix=prefix, timeout_s=1, quiet_s=0.2) as notifier,
+        await PostgresNotifier.open(dsn, prefix=prefix) as other,
+    ):
+        listening = Listening(notifier)
+        await listening.listen()
+        async with pool.connection(timeout=20):  # the only other one: the app is busy
+            for n in range(2):
+                await eventually(lambda n=n: _true(unsent > n))  # type: ignore[misc]
+                await other.notify_completed("work")
+            await eventually(lambda: _true(listening.heard == ["completed"] * 2))
+        assert notifier.statistics().restored == 0
+
+
 async def test_why_postgres_cannot_be_listened_to_is_said_and_workers_poll(
     servers: Servers, prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:

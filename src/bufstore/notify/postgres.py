@@ -23,7 +23,7 @@ from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool
 
 from bufstore.config import check_timeout
-from bufstore.errors import ConfigError, NotifyUnavailable, Unavailable
+from bufstore.errors import BufstoreError, ConfigError, NotifyUnavailable, Unavailable
 from bufstore.notify.broker import HintUnavailable
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import channel, check_prefix
@@ -220,8 +220,13 @@ class _Source:
     async def _check(self) -> None:
         async with in_time(self._connection, self._quiet_s):
             await self._check_registered(self._events)
-        if self._proof is not None:
-            await self._prove(await self._send_proof(self._proof))
+        if self._proof is None:
+            return
+        try:
+            payload = await self._send_proof(self._proof)
+        except (BufstoreError, psycopg.Error, OSError):
+            return  # the app's pool has no connection free, say: that tells nothing of this one
+        await self._prove(payload)
 
     async def _check_registered(self, names: Collection[str]) -> None:
         if not await self._ask("SELECT pg_listening_channels()") >= set(names):
