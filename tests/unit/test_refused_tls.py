@@ -130,12 +130,26 @@ async def test_a_tls_that_knows_nothing_of_postgres_is_a_misconfiguration(tmp_pa
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b'INFO {"server_id":"N"}\r\n', b"-ERR\r\n"])
-@pytest.mark.parametrize("tls", ["disable", "prefer", "require", "direct"])
+@pytest.mark.parametrize("tls", ["disable", "prefer", "require"])
 async def test_a_port_where_no_postgres_listens_is_a_misconfiguration(answer: bytes, tls: str) -> None:
     """Regression: a mistyped port was an outage."""
-    options = {"sslmode": "require", "sslnegotiation": "direct"} if tls == "direct" else {"sslmode": tls}
     with listening(saying(lambda _: answer)) as dsn:
-        assert "(no Postgres listens there)" in await refused(dsn, **options)
+        assert "(no Postgres listens there)" in await refused(dsn, sslmode=tls)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"Ecould not fork new process for connection: Resource temporarily unavailable\n\0",
+        b"E\0\0\0\x37SFATAL\0VFATAL\0C08P01\0Mbad packet header: '16030106'\0\0",  # a PgBouncer
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    ],
+)
+async def test_what_does_not_speak_tls_at_once_may_be_an_outage(answer: bytes) -> None:
+    """Regression: a Postgres that could not fork for a moment was no Postgres, and so was a pooler."""
+    advised = pytest.raises(StoreUnavailable, match=r"\(what answers there does not speak TLS at once: ")
+    with listening(saying(lambda _: answer)) as dsn, advised:
+        await connect(own_conninfo(make_conninfo(dsn, sslmode="require", sslnegotiation="direct")))
 
 
 def with_an_ed25519_key(folder: Path) -> tuple[Path, Path]:

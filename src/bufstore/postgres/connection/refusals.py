@@ -23,7 +23,7 @@ _REFUSED = re.compile(
     r"without a valid SSL certificate|ALPN protocol|no application protocol|unrecognized name|no protocols available|"
     r"could not find digest|server certificate signature algorithm|host name must be specified|"
     # what listens there is no Postgres
-    r"invalid response to SSL negotiation|expected authentication request|wrong version number|"
+    r"invalid response to SSL negotiation|expected authentication request|"
     # PgBouncer's own; the rest of what it refuses has Postgres' words. Not "bouncer config error": it says that also
     # when Postgres ends the session in which it asks for the password (`auth_query`), as each restart does.
     r"FATAL:  SSL required|login rejected|no authentication method is found|"
@@ -51,7 +51,13 @@ _ADVICE = (
         "SCRAM cannot be bound to the server's certificate, as to one with an Ed25519 key: set "
         "channel_binding=disable, or give the server a certificate with an RSA or ECDSA key",
     ),
-    (r"response to SSL negotiation|authentication request from|wrong version number", "no Postgres listens there"),
+    (r"response to SSL negotiation|authentication request from", "no Postgres listens there"),
+    # An outage, as a Postgres that cannot fork says why without TLS. Only with sslnegotiation=direct.
+    (
+        r"wrong version number",
+        "what answers there does not speak TLS at once: a Postgres before 17, or one that can begin no session, a "
+        "pooler, or no Postgres at all",
+    ),
     # This may also be an outage, behind a balancer that takes connections for a server that is away.
     (
         r"unexpected eof|EOF detected",
