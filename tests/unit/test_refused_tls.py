@@ -178,13 +178,23 @@ async def test_a_certificate_that_scram_cannot_be_bound_to_is_a_misconfiguration
         assert "set channel_binding=disable" in await refused(dsn, sslmode="require")
 
 
-async def test_a_server_that_does_not_know_direct_tls_hangs_up_and_the_error_says_what_that_may_mean() -> None:
-    """It stays an outage: a balancer whose server is away hangs up, too."""
+@pytest.mark.parametrize("tls", ["direct", "postgres"])
+async def test_a_server_that_hangs_up_while_tls_is_made_is_away(tls: str) -> None:
+    """It may not know direct TLS, but a restart does the same, and a balancer whose server is away.
+
+    Regression: the error of a restart spoke of sslnegotiation=direct, also where nobody had set that.
+    """
 
     # A Postgres before 17 takes what is sent for the length of a message, and ends the session.
-    advised = pytest.raises(StoreUnavailable, match=r"\(with sslnegotiation=direct: the server may be older")
-    with listening(lambda client: client.recv(10_000)) as dsn, advised:
-        await connect(own_conninfo(make_conninfo(dsn, sslmode="require", sslnegotiation="direct")))
+    def serve(client: socket.socket) -> None:
+        client.recv(10_000)
+        if tls == "postgres":
+            client.sendall(b"S")
+            client.recv(10_000)
+
+    away = pytest.raises(StoreUnavailable, match=r"(unexpected eof while reading|EOF detected)$")
+    with listening(serve) as dsn, away:
+        await connect(own_conninfo(make_conninfo(dsn, sslmode="require", sslnegotiation=tls)))
 
 
 @pytest.mark.parametrize(

@@ -58,11 +58,6 @@ _ADVICE = (
         "what answers there does not speak TLS at once: a Postgres before 17, or one that can begin no session, a "
         "pooler, or no Postgres at all",
     ),
-    # This may also be an outage, behind a balancer that takes connections for a server that is away.
-    (
-        r"unexpected eof|EOF detected",
-        "with sslnegotiation=direct: the server may be older than Postgres 17, or a pooler that does not know it",
-    ),
 )
 #: Where psycopg tells of an attempt; a host may have several addresses.
 _ATTEMPT = re.compile(r"^- (host: .*, port: .*), hostaddr: ", re.MULTILINE)
