@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -518,8 +519,11 @@ async def test_a_transaction_pooler_cannot_listen_and_is_found_out(
     """PgBouncer discards nothing: the session where LISTEN was executed was asked next, and said that it listens."""
     async with TransactionPooler(servers.postgres.dsn, discards=discards) as pooler:
         async with await PostgresNotifier.open(pooler.dsn, prefix=prefix, timeout_s=10) as notifier:
+            began = time.monotonic()
             with pytest.raises(NotifyUnavailable, match="listen"):
                 await notifier.listen_completed("work", print)
+            if discards:
+                assert time.monotonic() - began < 10, "no proof was waited for"
         direct = servers.postgres.dsn
         async with await PostgresNotifier.open(pooler.dsn, listen=direct, prefix=prefix, timeout_s=10) as notifier:
             listening = Listening(notifier)

@@ -164,6 +164,7 @@ class _Source:
             if await self._is_pooled():
                 self._proof = f"bufstore_proof_{secrets.token_hex(8)}"
                 await self._listen(self._proof)
+                await self._check_registered([self._proof])  # a pooler that discards it is found out at once
         if self._proof is not None:
             # The proof comes first: of a connection that hears nothing, no LISTEN stays behind that is ever notified.
             await self._prove(await self._send_proof(self._proof))
