@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level
+from bufstore.cli.doctor.mailbox import check_mailbox
 from bufstore.cli.doctor.nats import check_nats
+from bufstore.cli.doctor.tokens import check_tokens
 from bufstore.config import NatsConfig
 from bufstore.errors import ConfigError
 from bufstore.jetstream.connection import Connection
@@ -99,6 +103,16 @@ async def test_who_looks_for_a_log_learns_that_the_server_is_too_old() -> None:
     async with _server_of("2.11.11") as nats_:
         with pytest.raises(ConfigError, match=_TOO_OLD):
             await find_log(nats_, "THREADLOG", "thread-hot", "test")
+
+
+@pytest.mark.parametrize("check", [check_tokens, check_mailbox])
+async def test_doctor_advises_no_rights_on_a_server_that_is_too_old(check: Any) -> None:
+    """Regression: it said "permit STREAM.INFO", beside what has to be done."""
+    async with _server_of("2.11.11") as nats_:
+        target = Endpoints(nats=nats_, postgres="", schema="bufstore", stream="THREADLOG", bucket="thread-hot")
+        [found] = await check(target, "x")
+    assert (found.level, found.advice) == (Level.BAD, "")
+    assert re.search(_TOO_OLD, found.found)
 
 
 async def test_doctor_finds_that_the_version_is_wrong_and_not_the_way_to_the_server() -> None:

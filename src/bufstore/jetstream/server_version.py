@@ -15,6 +15,10 @@ VERSION_MIN = (2, 14, 0)
 _WITH_BATCHES = (2, 12, 0)
 
 
+class ServerTooOld(ConfigError):
+    """Nothing works on this release of nats-server."""
+
+
 def version_of(client: Client) -> tuple[int, int, int]:
     """Return the release of the server that a client is connected to; zeros when the server does not say."""
     version = client.connected_server_version
@@ -40,10 +44,10 @@ def untested(version: tuple[int, int, int]) -> bool:
 
 
 async def check_version(client: Client) -> None:
-    """Raise ConfigError for a server on which nothing works; log that another is older than those of the tests."""
+    """Raise ServerTooOld for a server on which nothing works; log that another is older than those of the tests."""
     version, needed = version_of(client), text_of(VERSION_MIN)
     if too_old(version):
-        raise ConfigError(f"nats-server {text_of(version)} is too old: bufstore needs {needed} or later, update it")
+        raise ServerTooOld(f"nats-server {text_of(version)} is too old: bufstore needs {needed} or later, update it")
     if untested(version):
         _log.warning(
             "nats-server %s is older than %s, the oldest that bufstore is tested with: update it",

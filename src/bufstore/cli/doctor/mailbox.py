@@ -6,6 +6,7 @@ from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.output import lasting
 from bufstore.errors import BufstoreError
+from bufstore.jetstream.server_version import ServerTooOld
 from bufstore.mailbox.nats import find_mailbox
 
 _FULL = 0.8
@@ -20,6 +21,9 @@ async def check_mailbox(target: Endpoints, name: str) -> list[CheckResult]:
     try:
         async with await find_mailbox(target.nats, name) as store:
             g, interval_s = await store.gauges(), store.config.sweep_interval_s
+    except ServerTooOld as e:
+        notes.say("bucket", Level.BAD, str(e))
+        return notes.checks
     except BufstoreError as e:
         notes.say("bucket", Level.BAD, str(e), "open an instance, or permit STREAM.INFO and CONSUMER.INFO")
         return notes.checks

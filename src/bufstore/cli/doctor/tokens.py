@@ -10,6 +10,7 @@ from bufstore.cli.output import lasting
 from bufstore.errors import BufstoreError
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ConsumerMissing, StreamMissing
+from bufstore.jetstream.server_version import ServerTooOld
 from bufstore.jetstream.stream import NatsStream
 from bufstore.tokens.model import WORKERS, oldest_s
 
@@ -27,6 +28,9 @@ async def check_tokens(target: Endpoints, name: str) -> list[CheckResult]:
         await connection.open()
         found = {part: await _info(stream, f"STREAM.INFO.{name}-{part}") for part in ("items", "fence", "locks")}
         consumer = await _info(stream, f"CONSUMER.INFO.{name}-items.{WORKERS}")
+    except ServerTooOld as e:
+        notes.say("streams", Level.BAD, str(e))
+        return notes.checks
     except BufstoreError as e:
         notes.say("streams", Level.BAD, str(e), "permit STREAM.INFO and CONSUMER.INFO")
         return notes.checks
