@@ -115,6 +115,18 @@ async def test_doctor_advises_no_rights_on_a_server_that_is_too_old(check: Any) 
     assert re.search(_TOO_OLD, found.found)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_doctor_looks_at_the_server_that_stores_work_with(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: of a server that stores pass over it said, by chance, that nothing works."""
+    monkeypatch.setattr("bufstore.jetstream.connection.secrets.randbelow", lambda _: first)
+    monkeypatch.setattr("bufstore.cli.doctor.nats._TIMEOUT_S", 0.1)
+    async with _server_of("2.11.11") as old, _server_of("2.15.1") as new:
+        nats_ = NatsConfig(servers=[*old.servers, *new.servers])
+        target = Endpoints(nats=nats_, postgres="", schema="bufstore", stream="THREADLOG", bucket="thread-hot")
+        checks, _ = await check_nats(target, Role.OPERATOR)
+    assert [(check.level, check.found) for check in checks if check.what == "version"] == [(Level.OK, "2.15.1")]
+
+
 async def test_doctor_finds_that_the_version_is_wrong_and_not_the_way_to_the_server() -> None:
     async with _server_of("2.11.11") as nats_:
         target = Endpoints(nats=nats_, postgres="", schema="bufstore", stream="THREADLOG", bucket="thread-hot")

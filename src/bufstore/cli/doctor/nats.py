@@ -29,7 +29,7 @@ from bufstore.jetstream import hooks
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ConsumerMissing, Mirrored, StorageFailed, StorageFull, StreamMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
-from bufstore.jetstream.server_version import VERSION_MIN, text_of, too_old, version_of
+from bufstore.jetstream.server_version import VERSION_MIN, check_version, text_of, too_old, version_of
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
 from bufstore.nats.permissions import Role, permissions
@@ -59,12 +59,26 @@ async def check_nats(target: Endpoints, role: Role) -> tuple[list[CheckResult], 
     except BufstoreError as e:
         notes.say("reachable", Level.BAD, str(e), "see the address, the network and the credentials")
         return notes.checks, None
+    if too_old(version_of(connection.client())):
+        connection = await _newer(connection, target)
     # A stream that is made before the connection opens refuses an old server as one that cannot be reached.
     stream = NatsStream(connection, target.nats.api, target.stream, 1)
     try:
         return notes.checks, await _look(notes, connection, target, stream, role)
     finally:
         await connection.aclose()
+
+
+async def _newer(connection: Connection, target: Endpoints) -> Connection:
+    """Return a connection to one of the servers that stores work with, as they find it; else the old one."""
+    newer = Connection(target.nats, target.session)
+    newer.on_connect(check_version)
+    try:
+        await newer.open()
+    except BufstoreError:
+        return connection
+    await connection.aclose()
+    return newer
 
 
 async def _look(
