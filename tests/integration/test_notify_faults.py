@@ -28,6 +28,7 @@ from bufstore.notify import Hints, NatsNotifier, Notifier, PostgresNotifier, Red
 from bufstore.notify.nats_hints import HintStore
 from bufstore.notify.postgres import PostgresBroker
 from bufstore.notify.redis import RedisBroker
+from bufstore.postgres.connection.alarm import in_time
 from fault_proxy.proxy import FaultProxy
 from helpers import eventually, query
 from thorough import seldom
@@ -512,6 +513,15 @@ async def test_a_listening_connection_whose_return_is_cancelled_goes_back_closed
             assert (rows, other.autocommit) == ((0,), False)
 
 
+def _wait_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a quiet time be no limit for answers: a busy machine may take longer than a short one."""
+
+    def patient(connection: psycopg.AsyncConnection[Any], _: float) -> contextlib.AbstractAsyncContextManager[None]:
+        return in_time(connection, 20)
+
+    monkeypatch.setattr("bufstore.notify.postgres.in_time", patient)
+
+
 @pytest.mark.parametrize("discards", [True, False])
 async def test_a_transaction_pooler_cannot_listen_and_is_found_out(
     servers: Servers, prefix: str, discards: bool
@@ -538,6 +548,7 @@ async def test_a_session_behind_a_pooler_is_proven_to_listen_and_misses_nothing(
         return True
 
     monkeypatch.setattr("bufstore.notify.postgres._Source._is_pooled", pooled)
+    _wait_for_answers(monkeypatch)
     heard: list[int] = []
     async with (
         await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix, quiet_s=0.05) as notifier,
@@ -593,11 +604,12 @@ async def test_a_proof_that_cannot_be_sent_tells_nothing_of_who_listens(
             raise
 
     monkeypatch.setattr("bufstore.notify.postgres._Source._is_pooled", pooled)
+    _wait_for_answers(monkeypatch)
     monkeypatch.setattr(PostgresBroker, "_notify", counted)
     dsn = servers.postgres.dsn
     async with (
         AsyncConnectionPool(dsn, min_size=2, max_size=2, open=False) as pool,
-        await PostgresNotifier.open(pool, prefix=prefix, timeout_s=1, quiet_s=0.2) as notifier,
+        await PostgresNotifier.open(pool, prefix=prefix, timeout_s=2, quiet_s=0.2) as notifier,
         await PostgresNotifier.open(dsn, prefix=prefix) as other,
     ):
         listening = Listening(notifier)
