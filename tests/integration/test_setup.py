@@ -486,10 +486,10 @@ async def test_postgres_that_refuses_is_said_and_nothing_is_lost(servers: Server
 
 
 async def test_a_store_of_an_app_without_its_database_is_a_config_error(deployment: Deployment) -> None:
-    class Mine:
-        pass
+    class Mine(Readable):
+        async def apply(self, connection: Any, batch: Any) -> None: ...
 
-    with pytest.raises(ConfigError, match="postgres"):
+    with pytest.raises(ConfigError, match="give `postgres`: the database of your store"):
         await BufferedThreadStore.open(Mine(), nats=deployment.servers.nats.url)  # type: ignore[arg-type]
 
 
