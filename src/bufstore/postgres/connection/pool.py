@@ -323,7 +323,10 @@ class Pool(AsyncConnectionPool[_Connection]):
         """
         if connection.single is None:
             cursor = connection.cursor(row_factory=tuple_row)
-            level, standby = await (await cursor.execute(_SESSION)).fetchone() or ("", False)
+            try:
+                level, standby = await (await cursor.execute(_SESSION)).fetchone() or ("", False)
+            except psycopg.errors.FeatureNotSupported:  # serializable is the default, which only a standby refuses
+                level, standby = "", True
             if standby:
                 self._failure.doubted, self._failure.reason = True, PASSED_OFF
                 await connection.close()

@@ -84,6 +84,8 @@ async def _is_primary(connection: AsyncConnection[Any], conninfo: str, unclear: 
         async with asyncio.timeout(_ANSWER_S):
             cursor = await connection.execute(_READ_ONLY if wanted == "read-write" else _RECOVERS)
             primary = await cursor.fetchone() == (False,)
+    except psycopg.errors.FeatureNotSupported:
+        pass  # a standby, which knows no serializable transactions, where these are the default
     except TimeoutError:
         unclear.append("the server does not say in time whether it is the primary")
     except psycopg.Error as e:
