@@ -187,6 +187,31 @@ async def test_a_handler_that_an_apps_own_code_cancels_has_failed(caplog: pytest
         await eventually(lambda: _logged(caplog, "mailbox_handler_failed"))
 
 
+async def test_a_handler_that_an_apps_own_code_has_cancelled_is_still_interrupted() -> None:
+    """Regression: a worker took any cancellation of the handler's task for its own, and cancelled it no more."""
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def handle(_: Dispatch) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        with suppress(asyncio.CancelledError):  # and does not call `uncancel`
+            await asyncio.sleep(0)
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with MemoryMailboxStore() as mailbox, Worker(mailbox, "w", handle) as worker:
+        await mailbox.enqueue("t", b"x")
+        await began.wait()
+        await mailbox.interrupt("t")
+        await asyncio.wait_for(ended.wait(), 10)
+        assert mailbox.statistics().counts["work_interrupted"] == 1
+        await worker.aclose(0)
+
+
 async def test_a_handler_that_fails_before_it_gives_its_awaitable_is_handed_back_and_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -305,8 +330,9 @@ async def test_a_claim_holds_for_its_whole_lease_however_often_it_was_tried() ->
     assert claim.lease_until_ms == backend.now_ms() + 3000
 
 
-async def test_a_claim_that_is_over_when_it_is_there_is_not_worked_on() -> None:
+async def test_a_claim_that_is_over_when_it_is_there_is_not_worked_on(caplog: pytest.LogCaptureFixture) -> None:
     """Regression: a worker took its lease to begin with the answer, and worked on beside the next holder."""
+    caplog.set_level("INFO")
     backend, stopped = Slow(MemoryMailbox()), asyncio.Event()
 
     async def handle(_: Dispatch) -> None:
@@ -321,6 +347,7 @@ async def test_a_claim_that_is_over_when_it_is_there_is_not_worked_on() -> None:
     async with Worker(mailbox, "w", handle) as worker:
         await asyncio.wait_for(stopped.wait(), 10)
         assert mailbox.statistics().counts["work_lost"] == 1
+        await eventually(lambda: _logged(caplog, "mailbox_claim_lost"))
         await worker.aclose(0)
 
 

@@ -227,13 +227,13 @@ class Worker:
             return lambda: self._mailbox.ack(claim)
         text = "cancelled" if error is None else _text_of(error)
         if error is None and (how := self._broken_off.get(task)) is not None:
-            if how == "interrupted":  # the step that ends a lost claim is refused, and tells it
-                _log.info(
-                    "dispatch %r of thread %r is interrupted: its handler was cancelled",
-                    claim.dispatch_id,
-                    claim.thread_id,
-                    extra={"action": "mailbox_interrupted"},
-                )
+            _log.info(
+                "dispatch %r of thread %r: its handler was cancelled, because the claim is %s",
+                claim.dispatch_id,
+                claim.thread_id,
+                how,
+                extra={"action": "mailbox_interrupted" if how == "interrupted" else "mailbox_claim_lost"},
+            )
         else:
             _log.warning(
                 "dispatch %r of thread %r failed: %s",
@@ -278,7 +278,7 @@ class Worker:
                         self._lost(task, "lost" if token != claim.token else "interrupted")
 
     def _lost(self, task: asyncio.Task[None], how: Literal["lost", "interrupted"]) -> None:
-        if task.cancelling():
+        if task in self._broken_off or (self._stopped and task.cancelling()):
             return  # the handler is cancelled once, and may take its time to end
         self._broken_off[task] = how
         self._mailbox.counters.count(f"work_{how}")
