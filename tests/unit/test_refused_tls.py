@@ -204,7 +204,10 @@ async def test_a_server_that_hangs_up_while_tls_is_made_is_away(tls: str) -> Non
         ("SSL error: tlsv1 alert unknown ca", "the server refuses the client's certificate, sslcert"),
         ("SSL error: tlsv13 alert certificate required", "the server asks for a client's certificate: set sslcert"),
         ("SSL error: ssl/tls alert certificate expired", "the server refuses the client's certificate, sslcert"),
-        ("FATAL:  connection requires a valid client certificate", "sslcert names none: libpq passes over a file"),
+        (
+            "FATAL:  connection requires a valid client certificate",
+            "the server asks for a client's certificate: set sslcert; libpq passes",
+        ),
         ('could not load private key file "k": bad decrypt', "sslpassword is missing or wrong"),
         ("direct SSL connection was established without ALPN protocol negotiation extension", ""),
         ("SSL connection was established with unexpected ALPN protocol", ""),

@@ -45,3 +45,5 @@ async def test_a_read_that_a_pooler_had_no_session_for_is_repeated_once(words: s
     assert await statements(1).answered(read) == "found"
     with pytest.raises(StoreUnavailable, match=f"pooler .* says: {words}"):
         await statements(2).answered(read)
+    with pytest.raises(StoreUnavailable, match=f"pooler .* says: {words}"):  # who asks why is told at once
+        await statements(1).answered(read, 1.0)

@@ -64,6 +64,7 @@ class PostgresBroker(HealingBroker):
     async def _notify(self, channel: str, payload: str) -> None:
         async with self._borrow() as connection:
             await connection.execute("SELECT pg_notify(%s, %s)", (channel, payload))
+            await connection.commit()  # here, where its time is bounded, and not by an app's own pool
 
     async def publish_hinted(self, hint: str, count: int, payload: str) -> None:
         raise HintUnavailable

@@ -24,9 +24,9 @@ def cancel_time_s(connected_in_s: float) -> float:
     """Return how long a cancel request may take, where making the connection took so long.
 
     The request has a connection of its own. It makes at most as many round trips as the connection made: as many where
-    the login takes none, as with trust, or with a client's certificate over TLS 1.3. So it has more time than that, or
-    a link that is a little slower by now would decide. If it were given up too early, the statement would go on in the
-    server, with its locks.
+    the login takes none, as with trust, or with a client's certificate over TLS 1.3. So it has more time than that,
+    unless that was a second or more, or a link that is a little slower by now would decide. If it were given up too
+    early, the statement would go on in the server, with its locks.
     """
     return max(_GRACE_S, min(connected_in_s + _GRACE_S, _CANCEL_MAX_S))
 

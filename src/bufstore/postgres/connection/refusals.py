@@ -43,9 +43,11 @@ _REFUSED_BY_ALL = re.compile(
 #: What to look at, where a reason does not say it. OpenSSL does not say more either.
 _ADVICE = (
     (r"certificate verify failed$", "its issuer is not in sslrootcert, or a certificate is out of date"),
-    (r" alert certificate required", "the server asks for a client's certificate: set sslcert"),
+    (
+        r" alert certificate required|valid client certificate",
+        "the server asks for a client's certificate: set sslcert; libpq passes over a file that is not there",
+    ),
     (r" alert (unknown ca|(\w+ )?certificate)", "the server refuses the client's certificate, sslcert"),
-    (r"valid client certificate", "sslcert names none: libpq passes over a file that is not there"),
     (r"bad decrypt", "sslpassword is missing or wrong"),
     (
         r"could not find digest|server certificate signature algorithm",

@@ -57,7 +57,7 @@ class Statements:
     async def answered(self, read: Callable[[AsyncConnection[Any]], Awaitable[R]], away_s: float | None = None) -> R:
         """Return what `read` finds. It reads once more if a connection was lost, or a pooler had no session for it.
 
-        `away_s`: see `Pool.lend`.
+        `away_s`: see `Pool.lend`. Who gives it wants to know soon why there is none: a pooler has said it.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.timeout_s
@@ -66,7 +66,8 @@ class Statements:
             try:
                 async with self.lend(away_s, deadline - loop.time()) as connection:
                     return await read(connection)
-            except (NoAnswer, NoSession):
-                if again or loop.time() >= deadline:
+            except (NoAnswer, NoSession) as e:
+                said = isinstance(e, NoSession) and away_s is not None
+                if again or said or loop.time() >= deadline:
                     raise
                 again = True
