@@ -243,14 +243,19 @@ class Unnamed(Place):
         return PostgresCheckpointStore(self.dsn, pool_size=4, buffer_schema="public_b", **options)
 
 
+async def _elsewhere(place: Place) -> None:
+    """Lead a place to `public` of a new database, whose search path names another schema first."""
+    database, place.schema = place.schema, "public"
+    await query(place.dsn, f"CREATE DATABASE {database}")
+    without_path = make_conninfo(place.dsn, dbname=database)
+    await query(without_path, "CREATE SCHEMA app")
+    place.dsn = make_conninfo(without_path, options="-c search_path=app,public")
+
+
 async def test_tables_that_langgraphs_own_saver_finds_elsewhere_are_not_passed_over(servers: Servers) -> None:
     """Regression: ours began anew in `public`, so every thread was read as if it had never been."""
     swapped, thread_id, versions = Unnamed(servers), fresh(), {"a": "1"}
-    database, swapped.schema = swapped.schema, "public"
-    await query(swapped.dsn, f"CREATE DATABASE {database}")
-    without_path = make_conninfo(swapped.dsn, dbname=database)
-    await query(without_path, "CREATE SCHEMA app")
-    swapped.dsn = make_conninfo(without_path, options="-c search_path=app,public")
+    await _elsewhere(swapped)
     async with AsyncPostgresSaver.from_conn_string(swapped.dsn) as plain:
         await plain.setup()
         at = await plain.aput(config(thread_id), checkpoint(versions, {"a": [1]}), META, versions)
@@ -270,11 +275,7 @@ async def test_tables_that_langgraphs_own_saver_finds_elsewhere_are_not_passed_o
 
 async def test_who_names_public_means_it_and_what_was_begun_there_goes_on(servers: Servers) -> None:
     named, thread_id, versions = Place(servers), fresh(), {"a": "1"}
-    database, named.schema = named.schema, "public"
-    await query(named.dsn, f"CREATE DATABASE {database}")
-    without_path = make_conninfo(named.dsn, dbname=database)
-    await query(without_path, "CREATE SCHEMA app")
-    named.dsn = make_conninfo(without_path, options="-c search_path=app,public")
+    await _elsewhere(named)
     async with AsyncPostgresSaver.from_conn_string(named.dsn) as plain:
         await plain.setup()
     async with named.saver() as ours:
