@@ -27,6 +27,7 @@ from bufstore.errors import NotifyUnavailable, StoreMisconfigured, Unavailable
 from bufstore.notify import Hints, NatsNotifier, Notifier, PostgresNotifier, RedisNotifier, wait_for_work
 from bufstore.notify.nats_hints import HintStore
 from bufstore.notify.postgres import PostgresBroker
+from bufstore.notify.protocol import Event
 from bufstore.notify.redis import RedisBroker
 from bufstore.postgres.connection.alarm import in_time
 from fault_proxy.proxy import FaultProxy
@@ -649,3 +650,26 @@ async def test_why_postgres_cannot_be_listened_to_is_said_and_workers_poll(
 async def test_a_prefix_too_long_for_a_channel_is_refused(servers: Servers) -> None:
     with pytest.raises(ConfigError):
         await PostgresNotifier.open(servers.postgres.dsn, prefix=f"{'x' * 40}.{'y' * 20}")
+
+
+async def test_a_notification_that_an_apps_pool_cannot_commit_ends_in_its_time(
+    own_servers: Servers, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the pool committed once the time was no longer looked at, and a proof waited for that for ever."""
+    server, execute = own_servers.postgres, psycopg.AsyncConnection.execute
+    async with FaultProxy("127.0.0.1", server.port) as proxy:
+
+        async def then_silent(connection: psycopg.AsyncConnection[Any], *given: Any) -> Any:
+            found = await execute(connection, *given)
+            proxy.to_server.swallow = proxy.to_client.swallow = True
+            return found
+
+        dsn = make_conninfo(server.dsn, port=proxy.port)
+        async with AsyncConnectionPool(dsn, min_size=1, max_size=1, open=False) as pool:
+            await pool.wait()
+            broker = PostgresBroker(pool, prefix, owned=False, listen=None, timeout_s=0.5, quiet_s=1.0)
+            monkeypatch.setattr(psycopg.AsyncConnection, "execute", then_silent)
+            async with asyncio.timeout(10):
+                with pytest.raises(Unavailable):
+                    await broker.publish(Event.COMPLETED, "x")
+            proxy.to_server.swallow = proxy.to_client.swallow = False
