@@ -319,12 +319,14 @@ class LogRolledBack(BufstoreError):
     """The log ends before what Postgres has applied, or is no longer the same log.
 
     Nothing more is appended or flushed: a new acknowledged entry could not be told from a lost one. Stop all instances
-    and run ``bufstore repair`` (`bufstore.repair`), which only looks at first.
+    and run ``bufstore repair`` (`bufstore.repair`), which only looks at first. Where a process that began without
+    Postgres learns that the log belongs to another database, the message says what to do instead.
     """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason}; stop all instances and see `bufstore repair`")
+    def __init__(self, reason: str, way_out: str = "stop all instances and see `bufstore repair`") -> None:
+        super().__init__(f"{reason}; {way_out}" if way_out else reason)
         self.reason = reason
+        self.way_out = way_out
 
 
 class DataLoss(BufstoreError):

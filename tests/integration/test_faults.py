@@ -17,6 +17,7 @@ import bufstore
 from bufstore import (
     Consistency,
     LogFull,
+    LogRolledBack,
     LogUnavailable,
     OutcomeUnknown,
     ReadNotFresh,
@@ -86,6 +87,54 @@ async def test_a_flusher_says_soon_that_postgres_is_away(own_servers: Servers) -
         own_servers.postgres.start()
         await store.force_flush_all()
         assert not (await store.statistics()).flusher.trouble
+
+
+async def test_a_log_that_is_enlarged_in_an_outage_is_flushed_after_it_by_apps_that_began_in_it(
+    own_servers: Servers,
+) -> None:
+    """Regression: the app refused the log when Postgres was back, because it looked at its settings once more."""
+    deployment = Deployment(own_servers)
+    async with deployment.store() as store:
+        await store.checkpoint("t", ["before"], run_of("t"))
+    own_servers.postgres.stop()
+    async with deployment.store() as store:
+        await store.checkpoint("t", ["before", "after"], run_of("t"))
+        stream = store.buffer.session.stream
+        config = (await stream.info())["config"]
+        await stream.api(f"STREAM.UPDATE.{deployment.log.stream}", config | {"max_bytes": 2 * config["max_bytes"]})
+        own_servers.postgres.start()
+        await store.force_flush_all()
+        await store.checkpoint("t", ["before", "after", "and on"], run_of("t"))
+        await store.force_flush_all()
+        assert (await store.health()).log == ""
+
+
+async def test_an_app_that_began_in_an_outage_with_the_wrong_database_is_told_the_way_out_of_that(
+    own_servers: Servers,
+) -> None:
+    """Regression: it was told to repair the log, which is as it should be."""
+    deployment = Deployment(own_servers)
+    async with deployment.store() as store:
+        await store.checkpoint("t", ["before"], run_of("t"))
+    own_servers.postgres.stop()
+    deployment.verified = False  # it is refused, too
+    async with deployment.store(Deployment(own_servers).inner()) as store:
+        await store.checkpoint("t", ["before", "after"], run_of("t"))
+        own_servers.postgres.start()
+
+        async def refused() -> bool:
+            return bool((await store.statistics()).flusher.stopped)
+
+        await eventually(refused, 20)
+        with pytest.raises(LogRolledBack, match="database is") as caught:
+            await store.checkpoint("t", ["before", "after", "more"], run_of("t"))
+        assert "stop all instances" not in str(caught.value)
+        health = await store.health()
+        assert health.log == str(caught.value)
+        assert health.flusher.endswith(health.log)
+    async with deployment.store() as store:
+        await store.force_flush_all()
+        assert await _read(store, "t", Consistency.EVENTUAL) == [["before", "after"]]
 
 
 class Writers:

@@ -347,7 +347,7 @@ def test_who_refuses_the_log_says_so_and_leaves_his_partitions_to_others() -> No
         ):
             await asyncio.sleep(10)
             assert (await ill.statistics()).flusher.partitions
-            ill.buffer.log.refuse("the log ends at 5, this process has seen 6 in it")
+            ill.buffer.log.refuse(LogRolledBack("the log ends at 5, this process has seen 6 in it"))
             await asyncio.sleep(2)
             assert not ill.buffer.flusher.state.partitions  # type: ignore[union-attr]
             for thread_id in (fresh() for _ in range(20)):

@@ -27,6 +27,7 @@ from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.places import first_place
 from bufstore.buffer.read.store_watch import StoreWatch
 from bufstore.config import NatsConfig
+from bufstore.errors import LogRolledBack
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
@@ -369,7 +370,7 @@ def test_a_refused_log_is_looked_at_again_after_an_interrupt() -> None:
         return stands
 
     async def refuse() -> None:
-        same.refuse("an old end", stands_again)
+        same.refuse(LogRolledBack("an old end"), stands_again)
 
     it, same = Interrupted(JumpingLoop()), SameLog("LOG", "withdrawn", True)
     it.run(refuse())

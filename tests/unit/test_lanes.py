@@ -536,7 +536,7 @@ def test_a_log_that_is_refused_for_its_lanes_stays_refused() -> None:
             assert await apart(buffer.log, ledger, buffer.config.log, buffer.backing.kind) is None
             other = replace(buffer.config.log, lanes=2)
             reason = await apart(buffer.log, ledger, other, buffer.backing.kind)
-            assert "lanes is '1'" in (reason or "")
+            assert "lanes is '1'" in str(reason)
 
     run(main())
 

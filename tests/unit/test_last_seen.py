@@ -258,7 +258,7 @@ def test_a_log_that_lost_its_end_is_refused_unless_all_of_it_was_flushed(
             if missing > (heard and process is two):  # what was only told of does not count
                 assert isinstance(await wrote(process, "b", 0), LogRolledBack)
                 assert process.log.refused is not None
-                assert "lost its end" in process.log.refused
+                assert "lost its end" in process.log.refused.reason
                 assert world.stream.last_of(SUBJECTS.groups) == end
         if not missing:
             for process in (one, two):

@@ -393,7 +393,7 @@ def test_a_log_that_others_purged_while_it_was_refused_is_accepted_again() -> No
         last.begin(Seen(2, 1002), 0)
         log._same.note(2)
         log.vouched_by(last.mismatch)
-        log.refuse("Postgres was another one for a while")
+        log.refuse(LogRolledBack("Postgres was another one for a while"))
         with pytest.raises(LogRolledBack):
             await log.fresh_end(5.0)
         for _ in range(3):

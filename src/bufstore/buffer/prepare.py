@@ -98,7 +98,7 @@ def _refusing(log: Log) -> Iterator[None]:
     try:
         yield
     except (ConfigDrift, LogRolledBack) as e:
-        log.refuse(_why(e))
+        log.refuse(_refusal(e))
         raise
 
 
@@ -174,7 +174,9 @@ async def _check(
     return named, noted
 
 
-async def apart(log: Log, ledger: Ledger, config: LogConfig, ours: Kind, *, checked: bool = True) -> str | None:
+async def apart(
+    log: Log, ledger: Ledger, config: LogConfig, ours: Kind, *, checked: bool = True
+) -> LogRolledBack | None:
     """Return why log and ledger, as they are now, do not belong together; None when they do. Raises Unavailable errors.
 
     `checked`: see `bufstore.buffer.ports.log.Generations.epoch`.
@@ -184,12 +186,12 @@ async def apart(log: Log, ledger: Ledger, config: LogConfig, ours: Kind, *, chec
         check_layout(config, await ledger.layout())
         await _check(log, ledger, config.stream, ours, epoch, known)
     except (ConfigDrift, LogRolledBack) as e:
-        return _why(e)
+        return _refusal(e)
     return None
 
 
-def _why(error: ConfigDrift | LogRolledBack) -> str:
-    return error.reason if isinstance(error, LogRolledBack) else str(error)
+def _refusal(error: ConfigDrift | LogRolledBack) -> LogRolledBack:
+    return error if isinstance(error, LogRolledBack) else LogRolledBack(str(error), way_out="")  # it says its own
 
 
 async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:

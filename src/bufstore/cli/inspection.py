@@ -103,17 +103,17 @@ class Inspection:
         found = await self._buffer.verify()
         if why is None:
             return found
-        first = Finding(rule="log and Postgres", detail=why, partition=None)
+        first = Finding(rule="log and Postgres", detail=why.reason, partition=None)
         return msgspec.structs.replace(found, wrong=found.wrong + 1, findings=(first, *found.findings))
 
-    async def _apart(self) -> str | None:
+    async def _apart(self) -> LogRolledBack | None:
         """Return why every store refuses to open here; None: none refuses."""
         named = self._log.target
         kind = named.kind if named is not None else self._buffer.backing.kind
         try:
             return await apart(self._log, self._ledger, self._buffer.config.log, kind)
         except LogRolledBack as e:  # a repair has begun
-            return e.reason
+            return e
 
     async def members(self) -> list[str]:
         """The live flushers. Raises LogUnavailable."""
@@ -146,7 +146,7 @@ class Inspection:
         nats_trouble, full = await asked(lambda: is_full(self._log))
         members = sorted(await alive)
         health = health_of(
-            log=nats_trouble if why is None else str(LogRolledBack(why)),
+            log=nats_trouble if why is None else str(why),
             store=trouble,
             flusher=told_by_flushers(troubles),
             full=full or "",

@@ -189,7 +189,7 @@ class MemoryLog:
         self._feeds: list[MemoryFeed] = []
         #: The highest position that this instance knows to be in the log.
         self._highest = 0
-        self._refused: str | None = None
+        self._refused: LogRolledBack | None = None
         self._closed = False
         self.calls = 0
         #: The number of times that the instance has connected.
@@ -217,9 +217,9 @@ class MemoryLog:
         if stream is None:
             raise LogUnavailable(f"there is no stream {self._config.log.stream}")
         if stream.end < self._highest:
-            self.refuse(f"the log ends at {stream.end}, this process has seen {self._highest} in it")
+            self.refuse(LogRolledBack(f"the log ends at {stream.end}, this process has seen {self._highest} in it"))
         if self._refused is not None:
-            raise LogRolledBack(self._refused)
+            raise LogRolledBack(self._refused.reason, self._refused.way_out)
         self._highest = stream.end
         return stream
 
@@ -248,13 +248,13 @@ class MemoryLog:
         return first_sequence(stream.epoch if stream is not None else 0)
 
     @property
-    def refused(self) -> str | None:
+    def refused(self) -> LogRolledBack | None:
         return self._refused
 
-    def refuse(self, reason: str) -> None:
-        self._refused = self._refused or reason
+    def refuse(self, why: LogRolledBack) -> None:
+        self._refused = self._refused or why
 
-    def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
+    def vouched_by(self, mismatch: Callable[[], Awaitable[object]]) -> None:
         """Do nothing: the one server always knows, and what it showed stands."""
 
     async def epoch(self, *, checked: bool = True) -> int | None:

@@ -15,7 +15,7 @@ from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogFull, LogUnavailable
+from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream import frames
 from bufstore.jetstream.connection import Connection
@@ -28,6 +28,7 @@ from bufstore.nats.fresh_end import PROOF_S, FreshEnd
 from bufstore.nats.leftovers import Leftovers
 from bufstore.nats.same_log import SameLog
 from bufstore.nats.setup import (
+    check_in_service,
     check_stream,
     epoch_of,
     is_withdrawn,
@@ -72,7 +73,9 @@ class NatsLog(NatsStream):
         self._leftovers = Leftovers(self.remove_consumer)
         #: The number of times in a row that no consumer could be made.
         self._unmade = 0
-        self._vouch: Callable[[], Awaitable[str | None]] | None = None
+        self._vouch: Callable[[], Awaitable[object]] | None = None
+        #: The generation whose settings were found to be as configured; None: that was not asked yet.
+        self._accepted: int | None = None
         self._generation_start = 1
         self._windows = Windows.of(config.log)
         self._target: Target | None = None
@@ -89,7 +92,11 @@ class NatsLog(NatsStream):
         found = info["config"]
         self._windows, self._target = said_by(found)
         self._same.note(int(info["state"]["last_seq"]))
-        epoch = check_stream(self._config.log, found) if checked else epoch_of(found)
+        epoch = epoch_of(found)
+        if checked and epoch == self._accepted:  # who raises `max_bytes` in an outage must not stop those who run
+            check_in_service(self._config.log, found)
+        elif checked:
+            self._accepted = check_stream(self._config.log, found)
         self._generation_start = first_sequence(epoch)
         return epoch
 
@@ -147,13 +154,13 @@ class NatsLog(NatsStream):
                 await self.api(f"STREAM.DELETE.{self.name}")
 
     @property
-    def refused(self) -> str | None:
+    def refused(self) -> LogRolledBack | None:
         return self._same.refused
 
-    def refuse(self, reason: str) -> None:
-        self._same.refuse(reason, self._stands_again)
+    def refuse(self, why: LogRolledBack) -> None:
+        self._same.refuse(why, self._stands_again)
 
-    def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
+    def vouched_by(self, mismatch: Callable[[], Awaitable[object]]) -> None:
         self._vouch = mismatch
 
     async def _stands_again(self) -> bool:
@@ -347,7 +354,7 @@ class NatsLog(NatsStream):
         self.connections += 1
         reason = await self._same.look(client, f"{self._api}.STREAM.INFO.{self.name}", self._subjects.proof)
         if reason is not None:
-            self.refuse(reason)
+            self.refuse(LogRolledBack(reason))
 
 
 class Listener:

@@ -49,7 +49,7 @@ class SameLog:
         #: The highest position this process knows to be in the log.
         self.highest = 0
         #: Why nothing is appended or flushed; None when all is well.
-        self.refused: str | None = None
+        self.refused: LogRolledBack | None = None
         #: The last message that was acknowledged to this process: position, subject, header. None: there is none yet.
         self._acked: tuple[int, str, str | None] | None = None
         #: The same of a later message that stood in the refused log together with that one, which may be purged since:
@@ -73,13 +73,13 @@ class SameLog:
     def check(self) -> None:
         """Raise LogRolledBack while the log is refused."""
         if self.refused is not None and not _looking.get():
-            raise LogRolledBack(self.refused)
+            raise LogRolledBack(self.refused.reason, self.refused.way_out)  # each caller's has a traceback of its own
 
-    def refuse(self, reason: str, stands_again: Callable[[], Awaitable[bool]]) -> None:
+    def refuse(self, why: LogRolledBack, stands_again: Callable[[], Awaitable[bool]]) -> None:
         """Append and flush nothing more until `stands_again`, which is asked once a second, returns True."""
         if self.refused is None:
-            self.refused = reason
-            _log.error("refusing the log; nothing is appended or flushed: %s", reason, extra={"action": "log_refused"})
+            self.refused = why
+            _log.error("refusing the log; nothing is appended or flushed: %s", why, extra={"action": "log_refused"})
             self._begin_looking(stands_again)
 
     def _begin_looking(self, stands_again: Callable[[], Awaitable[bool]]) -> None:
@@ -100,7 +100,7 @@ class SameLog:
             await asyncio.sleep(_LOOK_AGAIN_S)
             with contextlib.suppress(BufstoreError, AppendUnknown):
                 if await stands_again():
-                    _log.warning("accepting the log again; it was refused because %s", self.refused,
+                    _log.warning("accepting the log again; it was refused because %s", self.refused.reason,
                                  extra={"action": "log_accepted"})  # fmt: skip
                     self.refused = None
 

@@ -197,14 +197,19 @@ def check_shared_state(config: LogConfig, found: Mapping[str, Any]) -> None:
     check(what, wanted, found, "LogConfig", f"nats stream edit {wanted['name']}")
 
 
+def check_in_service(config: LogConfig, found: Mapping[str, Any]) -> None:
+    """Raise LogRolledBack for a log that an unfinished repair has taken out of service."""
+    if found["subjects"] == out_of_service(config):
+        raise LogRolledBack(f"a repair of stream {config.stream} was begun and not finished")
+
+
 def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
     """Compare an existing log, whose metadata `said_by` has looked at, with the configuration; return its epoch.
 
-    Raises ConfigDrift.
+    Raises ConfigDrift, LogRolledBack.
     """
     what, metadata = f"stream {config.stream}", found["metadata"]
-    if found["subjects"] == out_of_service(config):
-        raise LogRolledBack(f"a repair of stream {config.stream} was begun and not finished")
+    check_in_service(config, found)
     partitions = metadata[_OURS + "partitions"]
     if partitions != str(config.partitions):
         raise ConfigDrift(

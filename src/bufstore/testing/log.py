@@ -151,9 +151,9 @@ async def windows_that_one_sets_another_reads(logs: Logs) -> None:
 async def a_log_that_is_refused_is_written_no_more(logs: Logs) -> None:
     log, other = await logs.made(), await logs.made()
     (a,) = logs.threads(0)
-    before = log.refused
-    log.refuse("it is another one")
-    assert (before, log.refused) == (None, "it is another one")
+    before, why = log.refused, LogRolledBack("it is another one", "open the right one")
+    log.refuse(why)
+    assert (before, log.refused) == (None, why)
     message = Outgoing(a, b"x")
     for call in (
         log.publish(message, PATIENCE_S),

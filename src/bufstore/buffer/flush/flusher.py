@@ -34,7 +34,7 @@ from bufstore.buffer.flush.retention import Retention
 from bufstore.buffer.flush.takeover import Takeover
 from bufstore.buffer.flush.window_flusher import Later, WindowFlusher
 from bufstore.buffer.parts import AnyParts
-from bufstore.errors import BufstoreError, LogRolledBack
+from bufstore.errors import BufstoreError
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.log_lines import LogLines
@@ -201,10 +201,11 @@ class Flusher:
 
     def _unable(self) -> str | None:
         """Why this flusher, unlike others, cannot flush; None if it can."""
-        reason = self._log.refused
-        if reason is not None:
-            self.state.report(LogRolledBack(reason))
-        return reason
+        why = self._log.refused
+        if why is None:
+            return None
+        self.state.report(why)
+        return why.reason
 
     def _on_call(self, partition: int) -> None:
         if partition < 0:

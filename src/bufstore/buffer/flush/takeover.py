@@ -296,7 +296,7 @@ class Takeover:
         """Check that the log is still the one that the cursor belongs to, and follow it from there."""
         trouble = await proven(self._log, lambda reached: self._mismatch(cursor, reached))
         if trouble is not None:
-            self._log.refuse(trouble)
+            self._log.refuse(LogRolledBack(trouble))
             raise LogRolledBack(trouble)
         # Since the term was raised, nobody but us changes the entries that wait in the ledger.
         queues = await self._ledger.waiting.queues(cursor.partition)

@@ -146,7 +146,7 @@ class LastSeen:
         found = await standing(self._log, self._subject, seen, self._timeout_s)
         if found is Standing.LOST:
             self._witness, self._confirmed_on = seen, -1
-            self._log.refuse(_reason(seen))
+            self._log.refuse(LogRolledBack(_reason(seen)))
             raise LogRolledBack(_reason(seen))
         self._confirmed_on, self._witness = connection, self._certain
         return found is not Standing.REMOVED or seen != self._certain

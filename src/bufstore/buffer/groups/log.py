@@ -31,7 +31,7 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, Closed, LogUnavailable
+from bufstore.errors import BufstoreError, Closed, LogRolledBack, LogUnavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Held, Outgoing, StoredMessage
 from bufstore.log_lines import LogLines
 
@@ -384,18 +384,18 @@ class GroupLog:
         return await self._stream.fill()
 
     @property
-    def refused(self) -> str | None:
+    def refused(self) -> LogRolledBack | None:
         return self._stream.refused
 
-    def refuse(self, reason: str) -> None:
-        self._stream.refuse(reason)
+    def refuse(self, why: LogRolledBack) -> None:
+        self._stream.refuse(why)
 
     def vouched_by(
         self,
-        mismatch: Callable[[], Awaitable[str | None]],
+        mismatch: Callable[[], Awaitable[object]],
         flushed: Callable[[Mapping[int, Ending], int], Awaitable[bool]],
     ) -> None:
-        async def either() -> str | None:
+        async def either() -> object:
             return await self._tail.last_seen.mismatch() or await mismatch()
 
         async def flushed_to(places: Mapping[int, int], seen: int) -> bool:

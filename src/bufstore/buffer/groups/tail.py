@@ -126,7 +126,7 @@ class Tail:
         if not flushed:
             reason = f"{gone}, and Postgres does not show that all of their entries were flushed"
             self._refused_at = seen
-            self._log.refuse(reason)
+            self._log.refuse(LogRolledBack(reason))
             raise LogRolledBack(reason)
 
     def at_hand(self, seq: int) -> tuple[Group, bytes] | None:

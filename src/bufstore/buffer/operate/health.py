@@ -16,7 +16,7 @@ from bufstore.buffer.ports.log import Log
 from bufstore.buffer.ports.shared_state import Session
 from bufstore.buffer.ports.waiting import WaitingTotals
 from bufstore.buffer.read.reads import Reads
-from bufstore.errors import BufstoreError, LogRolledBack
+from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import AppendUnknown
 
 _TIMEOUT_S = 2.0
@@ -203,7 +203,7 @@ class Vitals:
             asked(shared.troubles),
         )
         if self._session.log.refused is not None:
-            log = str(LogRolledBack(self._session.log.refused))
+            log = str(self._session.log.refused)
         if self._flusher is not None:
             flusher = self._flusher.trouble
         else:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
+from bufstore.errors import LogRolledBack
 from bufstore.jetstream.group_commit import AppendUnit
 from bufstore.jetstream.messages import Held, Outgoing, StoredMessage
 
@@ -130,7 +131,11 @@ class Generations(Protocol):
     """
 
     async def epoch(self, *, checked: bool = True) -> int | None:
-        """The stream's epoch; None if there is no stream. `checked`: it must be as configured, and in service."""
+        """The stream's epoch; None if there is no stream.
+
+        `checked`: it must be in service, and as configured when this process meets this generation for the first time.
+        Raises LogRolledBack, ConfigDrift.
+        """
 
     async def bounds(self) -> tuple[int, int]:
         """The first sequence that is (or will be) in the log, and the last."""
@@ -336,10 +341,10 @@ class Log(Generations, Protocol):
         """The same of a position that the log has certainly reached, whichever node answers. Raises LogUnavailable."""
 
     @property
-    def refused(self) -> str | None:
+    def refused(self) -> LogRolledBack | None:
         """Why this process refuses the log (see `refuse`); None when it does not."""
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, why: LogRolledBack) -> None:
         """Use the log no more: it is not the one that Postgres knows.
 
         From now on LogRolledBack is raised by `end` and by all that writes or removes messages: each form of `publish`,
@@ -353,7 +358,7 @@ class Log(Generations, Protocol):
 
     def vouched_by(
         self,
-        mismatch: Callable[[], Awaitable[str | None]],
+        mismatch: Callable[[], Awaitable[object]],
         flushed: Callable[[Mapping[int, Ending], int], Awaitable[bool]],
     ) -> None:
         """Have `mismatch` say why a refused log is still not the right one; None when the log is right again.

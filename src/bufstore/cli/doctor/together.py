@@ -59,6 +59,7 @@ async def _apart(buffer: AnyBuffer, ledger: Ledger, log: SeenLog) -> str | None:
             return await compare(buffer.log, ledger, log.config.stream, None, await ledger.epoch())
         named = log.target or await ledger.target()
         kind = named.kind if named is not None else buffer.backing.kind
-        return await apart(buffer.log, ledger, log.config, kind, checked=False)
+        why = await apart(buffer.log, ledger, log.config, kind, checked=False)
+        return why.reason if why is not None else None
     except (ConfigDrift, LogRolledBack) as e:
         return str(e)
