@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,13 @@ from bufstore import (
     LogFull,
     LogRolledBack,
     LogUnavailable,
+    MessageQuery,
     OutcomeUnknown,
     ReadNotFresh,
     Receipt,
+    RunQuery,
     StoreUnavailable,
+    ThreadQuery,
     TooLarge,
     Unavailable,
 )
@@ -87,6 +90,33 @@ async def test_a_flusher_says_soon_that_postgres_is_away(own_servers: Servers) -
         own_servers.postgres.start()
         await store.force_flush_all()
         assert not (await store.statistics()).flusher.trouble
+
+
+async def test_what_only_postgres_can_answer_says_why_it_does_not(own_servers: Servers) -> None:
+    """Regression: lists said that it "may have failed over", and the lookup of a run nothing at all."""
+    deployment = Deployment(own_servers)
+    async with deployment.store(read_timeout_s=6.0) as store:
+        await store.checkpoint("t", ["before"], run_of("t"))
+        await store.force_flush_all()
+        own_servers.postgres.stop()
+        calls: list[Awaitable[Any]] = [
+            store.query_threads(ThreadQuery()),
+            store.query_threads(ThreadQuery(), consistency=Consistency.EVENTUAL),
+            store.query_runs(RunQuery()),
+            store.query_messages("t", MessageQuery()),
+            store.load_run("another"),
+        ]
+        for failed in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(failed, StoreUnavailable)
+            assert "Connection refused" in str(failed)
+        own_servers.postgres.start()
+        await eventually(lambda: _answers(store), 20)
+
+
+async def _answers(store: Any) -> bool:
+    with suppress(Unavailable):
+        return len((await store.query_threads(ThreadQuery())).threads) == 1
+    return False
 
 
 async def test_a_log_that_is_enlarged_in_an_outage_is_flushed_after_it_by_apps_that_began_in_it(

@@ -24,6 +24,7 @@ from bufstore import (
     RunStatus,
 )
 from bufstore.buffer.read.same_postgres import SamePostgres
+from bufstore.buffer.read.store_watch import StoreWatch
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.memory import MemoryNats
 from helpers import run_of
@@ -206,14 +207,19 @@ def test_a_question_that_falls_silent_holds_up_nobody_else() -> None:
                 await asyncio.sleep(30)
             return "a run"
 
+        async def answers(self) -> None:
+            pass
+
     async def main() -> None:
         ledger = Silent()
-        postgres = SamePostgres(cast(Any, ledger), 10.0)
+        watch: StoreWatch[Any] = StoreWatch(cast(Any, ledger), 10.0)
+        postgres = SamePostgres(cast(Any, ledger), watch, 10.0)
         assert await postgres.now() == "a run"
         began = asyncio.get_running_loop().time()
         assert await asyncio.gather(*(postgres.now() for _ in range(3))) == ["a run"] * 3
         assert asyncio.get_running_loop().time() - began < 3
         assert ledger.asked == 3
         await postgres.aclose()
+        await watch.aclose()
 
     run(main())

@@ -10,9 +10,8 @@ lists are refused.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -151,13 +150,12 @@ class BufferedLists:
     async def _row(self, thread_id: str) -> Watermark:
         return await self._asked(self._lanes.of(thread_id).ledger.watermark(thread_id))
 
-    async def _asked(self, answer: Awaitable[T]) -> T:
+    async def _asked(self, answer: Coroutine[Any, Any, T]) -> T:
         """Return the ledger's answer. Raises StoreUnavailable when it does not come in the time of a read."""
         try:
-            async with asyncio.timeout(self._config.read_timeout_s):
-                return await answer
-        except TimeoutError:
-            raise StoreUnavailable("Postgres does not answer, and only Postgres knows what is in quarantine") from None
+            return await self._lanes.first.reads.store.in_time(answer, self._config.read_timeout_s)
+        except StoreUnavailable as e:
+            raise StoreUnavailable(f"only Postgres knows what is in quarantine: {e}") from None
 
     async def _behind(self, level: Consistency, thread_id: str | None, ask: Callable[[], Awaitable[T]]) -> T:
         """Return what `ask` finds once everything that the log holds now (of the thread) is flushed."""

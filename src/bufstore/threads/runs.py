@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
@@ -98,19 +97,24 @@ class Runs:
 
     async def _thread_of(self, run_id: str) -> str | None:
         try:
-            async with asyncio.timeout(self._config.read_timeout_s):
-                with contextlib.suppress(LogUnavailable):
-                    shared = self._lanes.of(run_id).shared
-                    thread_id = await shared.thread_of_run(run_id, self._config.read_timeout_s)
-                    if thread_id is not None:
-                        return thread_id
-                # The key may have expired (then Postgres has the run), or the bucket was lost: then a run that is
-                # only in the log is not found before it is flushed.
-                run = await self._stored(run_id)
-                if run is None:
-                    run = await self._lanes.same_postgres.within(lambda: self._flushed_run(run_id))
-        except (TimeoutError, FlushTimeout, LogUnavailable) as e:
+            looking_up = self._look_up(run_id)
+            return await self._lanes.first.reads.store.in_time(looking_up, self._config.read_timeout_s)
+        except (FlushTimeout, LogUnavailable) as e:
             raise ReadNotFresh(f"run {run_id!r} could not be looked up in time: {e}") from None
+        except StoreUnavailable as e:
+            raise StoreUnavailable(f"only Postgres knows about run {run_id!r}: {e}") from None
+
+    async def _look_up(self, run_id: str) -> str | None:
+        with contextlib.suppress(LogUnavailable):
+            shared = self._lanes.of(run_id).shared
+            thread_id = await shared.thread_of_run(run_id, self._config.read_timeout_s)
+            if thread_id is not None:
+                return thread_id
+        # The key may have expired (then Postgres has the run), or the bucket was lost: then a run that is only in the
+        # log is not found before it is flushed.
+        run = await self._stored(run_id)
+        if run is None:
+            run = await self._lanes.same_postgres.within(lambda: self._flushed_run(run_id))
         return run.thread_id if run is not None else None
 
     async def _stored(self, run_id: str) -> Run | None:

@@ -70,12 +70,12 @@ class Reads(Generic[S]):
         self._remembered = backing.remembered
         self._waiter = waiter
         self._own_seq = own_seq
-        #: Tells whether the Postgres of a read behind a flush is the flush's.
-        self.same_postgres = SamePostgres(self._ledger, parts.config.read_timeout_s)
         self._recent: RecentStates[S] = RecentStates(_RECENT_BYTES)
         parts.log.on_forget(self._on_forget)
         #: Knows whether the store answers.
         self.store = StoreWatch(self._with_waiting, parts.config.read_timeout_s)
+        #: Tells whether the Postgres of a read behind a flush is the flush's.
+        self.same_postgres = SamePostgres(self._ledger, self.store, parts.config.read_timeout_s)
         #: Why the log refused a read, and until when that counts, in the loop's time.
         self._refused = ("", float("-inf"))
 

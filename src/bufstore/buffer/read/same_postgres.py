@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from bufstore.buffer.ports.ledger import Ledger
-from bufstore.buffer.read.store_watch import STORE_PATIENCE_S
+from bufstore.buffer.read.store_watch import STORE_PATIENCE_S, StoreWatch
 from bufstore.errors import StoreUnavailable
 from bufstore.home import Home
 from bufstore.shared_call import SharedCall
@@ -23,9 +23,9 @@ T = TypeVar("T")
 class SamePostgres:
     """Tells whether Postgres may have failed over."""
 
-    def __init__(self, ledger: Ledger, timeout_s: float) -> None:
+    def __init__(self, ledger: Ledger, store: StoreWatch[Any], timeout_s: float) -> None:
         self._home = Home()
-        self._ledger, self._timeout_s = ledger, timeout_s
+        self._ledger, self._store, self._timeout_s = ledger, store, timeout_s
         #: How long one question may take.
         self._patience_s = self._patience_min_s = min(STORE_PATIENCE_S, timeout_s / 2)
         self._look = SharedCall(self._run)
@@ -40,12 +40,14 @@ class SamePostgres:
         """Return the run that answers now. Raises what the ledger raises; StoreUnavailable after `timeout_s`."""
         self._home.check()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                while (run := await self._look()) is None:
-                    pass
-        except TimeoutError:
-            raise StoreUnavailable("Postgres does not answer: it may have failed over during the read") from None
-        self.last = run
+            self.last = await self._store.in_time(self._answer(), self._timeout_s)
+        except StoreUnavailable as e:
+            raise StoreUnavailable(f"only Postgres can answer this: {e}") from None
+        return self.last
+
+    async def _answer(self) -> str:
+        while (run := await self._look()) is None:
+            pass
         return run
 
     async def _run(self) -> str | None:

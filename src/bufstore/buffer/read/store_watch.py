@@ -87,6 +87,22 @@ class StoreWatch(Generic[S]):
         finally:
             self.let_go(asked)
 
+    async def in_time(self, asking: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Return the store's answer, which may come late. Raises StoreUnavailable, with the reason, after this time.
+
+        Meanwhile the store is asked whether it answers at all: a question that waits for its turn knows no reason.
+        """
+        asked = spawn(asking)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (await asyncio.wait([asked], timeout=self._patience / 2))[0]:
+                    await self._is_down()
+        except TimeoutError:
+            raise StoreUnavailable(self.reason) from None
+        finally:
+            self.let_go(asked)
+        return asked.result()
+
     async def told_after_all(self, thread_id: str, asked: asyncio.Task[S] | None, deadline: float) -> S:
         """Wait for a state that only the store knows. `asked`: an earlier request, or None. Raises StoreUnavailable."""
         if asked is None or asked.done():
