@@ -74,8 +74,8 @@ def check_flushable(stream: str, named: Target, ours: Kind) -> None:
         f"stream {stream}",
         named,
         ours,
-        "bufstore's own commands and jobs cannot flush into the store of this log: run this in a process that opens "
-        "that store (docs/OPERATIONS.md, A store of your own).",
+        "This command or job has no such store: do it in a process that opens that store (or saver; see "
+        "docs/OPERATIONS.md, Where a log is flushed to).",
     )
 
 
