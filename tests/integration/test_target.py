@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from contextlib import suppress
 from typing import Any
 
 import nats
@@ -13,11 +14,11 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from bufstore import BufferedThreadStore, ConfigDrift, PostgresThreadStore
+from bufstore import BufferedThreadStore, ConfigDrift, Consistency, LogRolledBack, PostgresThreadStore
 from command_line import bufstore_cli, lines_of, where
 from conftest import Deployment
 from helpdesk_store import TABLES, HelpdeskStore
-from helpers import fresh, query, run_of, said
+from helpers import eventually, fresh, query, run_of, said
 from thorough import seldom
 
 
@@ -143,6 +144,40 @@ async def test_a_command_with_another_schema_is_refused(deployment: Deployment) 
     refused = await cli(deployment, "flush", "--all", BUFSTORE_SCHEMA=fresh("empty"))
     assert (refused.code, "database is" in refused.err) == (2, True), refused
     assert (await cli(deployment, "flush", "--all")).code == 0
+
+
+async def test_who_runs_while_an_empty_database_takes_the_place_of_the_logs_own_flushes_nothing_into_it(
+    deployment: Deployment,
+) -> None:
+    """Regression: the flusher took the partitions in the tables that `setup` had made there, and went on in these."""
+    dsn, away = deployment.servers.postgres.dsn, f"{deployment.name}_away"
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush("t")
+        await query(dsn, f"ALTER SCHEMA {deployment.name} RENAME TO {away}")
+        refused = await cli(deployment, "setup")
+        assert (refused.code, "flushed nothing of this log" in refused.err) == (2, True), refused
+        with suppress(LogRolledBack):  # it may have noticed
+            await store.checkpoint("t", [said(0), said(1)], run_of("t"))
+
+        async def noticed() -> bool:
+            return "flushed nothing of this log" in (await store.health()).write_trouble
+
+        await eventually(noticed)
+        for table in ("messages", "buffer_threads", "buffer_waiting"):
+            assert await query(dsn, f"SELECT count(*) FROM {deployment.name}.{table}") == [(0,)]
+        await query(dsn, f"DROP SCHEMA {deployment.name} CASCADE")
+        await query(dsn, f"ALTER SCHEMA {away} RENAME TO {deployment.name}")
+
+        async def goes_on() -> bool:
+            with suppress(LogRolledBack):
+                await store.checkpoint("t", [said(0), said(1)], run_of("t"))
+                return (await store.health()).ok
+            return False
+
+        await eventually(goes_on, 60)
+        await store.force_flush("t", timeout_s=60)
+        assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == [said(0), said(1)]
 
 
 async def test_of_two_databases_that_begin_on_one_log_at_once_one_gets_it(deployment: Deployment) -> None:

@@ -15,7 +15,7 @@ from bufstore.buffer.operate.salvage import lost_what_is_archived, reason_to_rep
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects, first_position
-from bufstore.buffer.target import Kind, Made, Target, check_kind, check_proof, check_same, check_stream
+from bufstore.buffer.target import Kind, Made, Target, check_kind, check_proof, check_same, check_stream, refusal
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, LogRolledBack, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
@@ -98,7 +98,7 @@ def _refusing(log: Log) -> Iterator[None]:
     try:
         yield
     except (ConfigDrift, LogRolledBack) as e:
-        log.refuse(_refusal(e))
+        log.refuse(refusal(e))
         raise
 
 
@@ -186,12 +186,8 @@ async def apart(
         check_layout(config, await ledger.layout())
         await _check(log, ledger, config.stream, ours, epoch, known)
     except (ConfigDrift, LogRolledBack) as e:
-        return _refusal(e)
+        return refusal(e)
     return None
-
-
-def _refusal(error: ConfigDrift | LogRolledBack) -> LogRolledBack:
-    return error if isinstance(error, LogRolledBack) else LogRolledBack(str(error), way_out="")  # it says its own
 
 
 async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bufstore.errors import ConfigDrift
+from bufstore.errors import ConfigDrift, LogRolledBack
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -120,3 +120,8 @@ def check_proof(stream: str, named: Target, *, proven: bool) -> None:
         way_out="Give the Postgres and schema that the log is flushed into. If that database is lost for good, "
         "`bufstore repair` moves what the log still has into this one.",
     )
+
+
+def refusal(error: ConfigDrift | LogRolledBack) -> LogRolledBack:
+    """Return why a log that is open already is refused. A ConfigDrift says its own way out."""
+    return error if isinstance(error, LogRolledBack) else LogRolledBack(str(error), way_out="")

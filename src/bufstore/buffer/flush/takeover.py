@@ -23,7 +23,8 @@ from bufstore.buffer.groups.delivery import LostAgain
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.buffer.ports.log import Log
-from bufstore.errors import BufstoreError, ConfigError, LogRolledBack, LogUnavailable, StoreUnavailable
+from bufstore.buffer.target import check_proof, check_same, refusal
+from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogRolledBack, LogUnavailable, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.log_lines import LogLines
@@ -120,7 +121,7 @@ class Takeover:
         state: FlusherState,
     ) -> None:
         self._log, self._ledger, self._subjects = parts.log, parts.ledger, parts.subjects
-        self._flush_interval_s = parts.config.flush_interval_s
+        self._stream, self._flush_interval_s = parts.config.log.stream, parts.config.flush_interval_s
         self._member = member
         self._prepare = prepare
         self._prepared = False
@@ -241,6 +242,8 @@ class Takeover:
                 await self._prepare()
                 self._prepared = True
             cursors = await self._ledger.take(partitions, self._member)
+            self._terms.update((cursor.partition, cursor.term) for cursor in cursors)
+            await self._check_target()  # not before: Postgres may have become another one in between
         except (BufstoreError, FlushFailed) as e:
             self._failed(partitions, e)
             return
@@ -248,9 +251,22 @@ class Takeover:
         self._note_held(set(partitions) - {cursor.partition for cursor in cursors})
         for cursor in cursors:
             self._held.pop(cursor.partition, None)
-            self._terms[cursor.partition] = cursor.term
             self._following.add(cursor.partition)
             self._start(self._try_to_follow(cursor)).add_done_callback(partial(self._tried, cursor.partition))
+
+    async def _check_target(self) -> None:
+        """Raise ConfigDrift, and refuse the log, if this Postgres does not say that the log is flushed into it.
+
+        An empty one has cursors that fit a log of which nothing is purged.
+        """
+        named, noted = self._log.target, await self._ledger.target()
+        try:
+            check_same(self._stream, named, noted)
+            if named is not None and noted is None:
+                check_proof(self._stream, named, proven=False)
+        except ConfigDrift as e:
+            self._log.refuse(refusal(e))
+            raise
 
     def _failed(self, partitions: Iterable[int], error: Exception) -> None:
         self._state.report(error)
