@@ -18,6 +18,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from bufstore import (
     AlreadyExists,
@@ -38,7 +39,7 @@ from bufstore.embedded import NatsServer, PostgresServer, Servers
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from command_line import bufstore_cli, where
 from conftest import Deployment
-from helpers import eventually, fresh, query, run_of, said, writable
+from helpers import eventually, fresh, healthy, query, run_of, said, writable
 from integration.test_doctor import doctor
 
 #: These tests measure time or wait for timeouts.
@@ -58,6 +59,38 @@ def in_time(seconds: float) -> Iterator[None]:
 
 
 # --- Postgres ---------------------------------------------------------------------------------------------------
+
+
+async def test_what_the_log_has_is_read_and_written_while_postgres_lets_nobody_in(deployment: Deployment) -> None:
+    """Regression: a login that was refused stopped every read, and appends, though an outage stops neither."""
+    dsn, role = deployment.servers.postgres.dsn, deployment.name
+    await query(dsn, f"CREATE ROLE {role} SUPERUSER LOGIN PASSWORD 'x'")
+    app = make_conninfo(dsn, user=role, password="x")
+
+    def store() -> Any:
+        return deployment.store(PostgresThreadStore(app, schema=deployment.name, pool_size=2))
+
+    async with store() as one, store() as other:
+        await one.save_thread("parent")
+        await one.checkpoint("t", [said(0)], run_of("t"))
+        await one.force_flush_all()
+        await query(dsn, f"ALTER ROLE {role} NOLOGIN")
+        await query(dsn, "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = %s", role)
+        assert await other.load_messages("t") == [said(0)]
+        await other.checkpoint_append("t", [said(1)], run_of("t"))
+        run = Run(run_id="r", thread_id="t", parent_thread_id="parent")
+        await other.checkpoint("t", [said(0), said(1), said(2)], run)
+        assert await one.load_messages("t") == [said(0), said(1), said(2)]
+        assert await one.load_run("r") == run
+        health = await one.health()
+        assert (health.can_write, health.can_read, health.flushing) == (True, False, False)
+        assert "not permitted to log in; threads whose last snapshot is in the log can be read" in health.read_trouble
+        with pytest.raises(StoreMisconfigured, match="is not permitted to log in"):
+            await one.load_messages("unknown")
+        await query(dsn, f"ALTER ROLE {role} LOGIN")
+        await healthy(one)
+        await one.force_flush_all()
+        assert await one.load_messages("t", consistency=Consistency.EVENTUAL) == [said(0), said(1), said(2)]
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from langgraph.types import Command
+from psycopg.conninfo import make_conninfo
 
-from bufstore import ReadNotFresh, StoreUnavailable
+from bufstore import ReadNotFresh, StoreMisconfigured, StoreUnavailable
 from bufstore.embedded import Servers
 from helpers import fresh, healthy, query
 from langgraph_graphs import assistant
@@ -153,6 +154,28 @@ async def test_another_process_serves_a_thread_that_is_older_than_the_log(own: S
         own.postgres.start()
         await other.force_flush()
         assert (await assistant(one).aget_state(config(thread_id))).values["said"] == after["said"]
+
+
+async def test_runs_go_on_while_postgres_lets_nobody_in(own: Servers, place: Place) -> None:
+    """Regression: a login that was refused ended every run, though an outage ends none."""
+    thread_id, role, dsn = fresh(), place.schema, place.dsn
+    await query(dsn, f"CREATE ROLE {role} SUPERUSER LOGIN PASSWORD 'x'")
+    place.dsn = make_conninfo(dsn, user=role, password="x")
+    async with place.saver() as one, place.saver() as other, place.saver(new_threads="assume") as bold:
+        await assistant(one).ainvoke({"said": ["user: first"]}, config(thread_id))
+        await one.force_flush()
+        await query(dsn, f"ALTER ROLE {role} NOLOGIN")
+        await query(dsn, "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = %s", role)
+        await assistant(other).ainvoke(Command(resume="yes"), config(thread_id))
+        done = await assistant(one).ainvoke({"said": ["user: second"]}, config(thread_id))
+        assert done["turns"] == 2
+        with pytest.raises((StoreMisconfigured, StoreUnavailable), match="is not permitted to log in"):
+            await assistant(one).ainvoke({"said": ["user: first"]}, config(fresh()))
+        await assistant(bold).ainvoke({"said": ["user: first"]}, config(fresh()))
+        await query(dsn, f"ALTER ROLE {role} LOGIN")
+        await healthy(one)
+        await one.force_flush()
+        assert (await assistant(other).aget_state(config(thread_id))).values["said"] == done["said"]
 
 
 async def test_what_a_deletion_leaves_is_read_from_the_log(own: Servers, place: Place) -> None:

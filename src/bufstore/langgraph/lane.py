@@ -16,7 +16,14 @@ from bufstore.buffer.domain import nothing_to_do
 from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.operate.quarantine import discard_superseded
 from bufstore.config import BufferConfig
-from bufstore.errors import ConcurrentWriter, NotFound, ReadNotFresh, StoreUnavailable, ThreadQuarantined
+from bufstore.errors import (
+    ConcurrentWriter,
+    NotFound,
+    ReadNotFresh,
+    StoreMisconfigured,
+    StoreUnavailable,
+    ThreadQuarantined,
+)
 from bufstore.langgraph.ancestors import Walk
 from bufstore.langgraph.backlog import Backlog
 from bufstore.langgraph.domain import LANGGRAPH
@@ -178,7 +185,7 @@ class CheckpointLane:
         cost = self.backlog.enter(2 * len(payload) if held else len(payload))
         try:
             receipt = await self.buffer.appender.append(thread_id, appending.prepare)
-        except StoreUnavailable:
+        except (StoreUnavailable, StoreMisconfigured):
             if not assume_new:
                 raise
             # Now it is known that the store is away.
@@ -205,7 +212,7 @@ class CheckpointLane:
         read = partial(self._reads.checkpoint, thread_id, ns, checkpoint_id, self._consistency, since)
         try:
             last, found = await read()
-        except (StoreUnavailable, ReadNotFresh):
+        except (StoreUnavailable, StoreMisconfigured, ReadNotFresh):
             if not may_be_new or not self._store_is_down():
                 raise
             if not await self._in_log(thread_id):

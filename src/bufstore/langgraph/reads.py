@@ -20,7 +20,14 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import StateReader
 from bufstore.buffer.entry import Malformed, items_of
 from bufstore.buffer.read.store_watch import StoreWatch
-from bufstore.errors import FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable, ThreadQuarantined
+from bufstore.errors import (
+    FlushTimeout,
+    LogUnavailable,
+    ReadNotFresh,
+    StoreMisconfigured,
+    StoreUnavailable,
+    ThreadQuarantined,
+)
 from bufstore.home import Home
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.langgraph.ancestors import Walk, unknown_blobs
@@ -164,7 +171,7 @@ class CheckpointReads:
                 return recent.end.id, (recent.tables, recent.row) if recent.row is not None else None
         try:
             return await self._checkpoint(thread_id, ns, checkpoint_id, level)
-        except (StoreUnavailable, ReadNotFresh):
+        except (StoreUnavailable, StoreMisconfigured, ReadNotFresh):
             told = None
             if self._buffer.reads.store.down is not None and level is not Consistency.STRONG:
                 with suppress(LogUnavailable, AppendUnknown, TimeoutError):
@@ -403,6 +410,10 @@ class CheckpointReads:
         try:
             part = await (rows if rows is not None else self._rows(thread_id, asked))
         except StoreUnavailable:
+            return None
+        except StoreMisconfigured:
+            if self._buffer.reads.store.down is None:
+                raise
             return None
         if part.watermark.flushed_seq < state.base_seq:
             return None

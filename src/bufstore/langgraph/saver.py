@@ -24,7 +24,7 @@ from langgraph.checkpoint.serde.base import SerializerProtocol
 
 from bufstore.buffer.operate.health import Health, Statistics, health_of_all, statistics_of_all
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError, ReadNotFresh, StoreUnavailable
+from bufstore.errors import ConfigError, ReadNotFresh, StoreMisconfigured, StoreUnavailable
 from bufstore.home import FORKED, Home
 from bufstore.langgraph.engine import DEFAULT_LOG, CheckpointEngine
 from bufstore.langgraph.history import History
@@ -345,7 +345,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
             walk = await self.engine.of(thread_id).ancestors(
                 thread_id, ns, id_in(target.parent_config) if target.parent_config else None, channels
             )
-        except (StoreUnavailable, ReadNotFresh):
+        except (StoreUnavailable, StoreMisconfigured, ReadNotFresh):
             return await super().aget_delta_channel_history(config=target.config, channels=channels)
         return {channel: history_of(self.serde, walk, channel) for channel in channels}
 

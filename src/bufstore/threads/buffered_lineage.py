@@ -130,7 +130,7 @@ class BufferedLineage:
         """What a check of a named parent may fail with, and the checkpoint is written all the same."""
         # Where there is one log, the checkpoint would fail for the same reason, and later.
         others = (LogUnavailable, LogFull) if len(self._lanes.all) > 1 else ()
-        return contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError, *others)
+        return contextlib.suppress(StoreUnavailable, StoreMisconfigured, ReadNotFresh, TimeoutError, *others)
 
     async def change(self, wanted: LineageChange, mark: bytes | None = None, going: Going | None = None) -> Receipt:
         """Check the change, take a place, carry it out. Raises NotFound, LineageError, what reads and appends raise.

@@ -39,6 +39,7 @@ from bufstore.errors import (
     LogFull,
     LogUnavailable,
     OutcomeUnknown,
+    StoreMisconfigured,
     StoreUnavailable,
 )
 from bufstore.failpoints import Failpoint, reach
@@ -281,7 +282,7 @@ class Appender(Generic[S, M]):
         try:
             async with asyncio.timeout_at(write.deadline):
                 async for attempt in AsyncRetrying(
-                    wait=PAUSE, retry=retry_if_exception_type((LogUnavailable, StoreUnavailable))
+                    wait=PAUSE, retry=retry_if_exception_type((LogUnavailable, StoreMisconfigured, StoreUnavailable))
                 ):
                     with attempt:
                         found = await self._unresolved.find(thread_id, write.item)

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
 
 from bufstore.buffer.domain import S, StateReader
-from bufstore.errors import BufstoreError, StoreUnavailable
+from bufstore.errors import BufstoreError, StoreMisconfigured, StoreUnavailable
 from bufstore.log_lines import LogLines
 from bufstore.tasks import end, interrupted, spawn, unless_closed
 
@@ -67,6 +67,9 @@ class StoreWatch(Generic[S]):
             return asked.result()
         except StoreUnavailable:
             pass
+        except StoreMisconfigured:
+            if not await self._is_down():  # it refuses this one thing
+                raise
         except BufstoreError:
             raise
         except Exception as e:
