@@ -15,7 +15,6 @@ import msgspec
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
-from pyspark.sql.datasource import EqualTo, In, StringStartsWith
 
 from bufstore import BufferedThreadStore, ConfigError, NotFound, Run, RunStatus, StoreUnavailable, ThreadMetadata
 from bufstore.buffer.entry import bytes_of
@@ -29,8 +28,6 @@ from bufstore.spark.sink.bufstore_format import BufstoreFormat
 from bufstore.spark.tables import moment, table_scan, tail
 from bufstore.spark.tables.moment import Moment
 from bufstore.spark.tables.shares import Share
-from bufstore.spark.tables.table_options import table_options
-from bufstore.spark.tables.table_reader import PushedTableReader
 from bufstore.spark.tables.tail_pieces import TailPieces
 from bufstore.threads import edits
 from conftest import Deployment
@@ -517,25 +514,21 @@ async def everything(deployment: Deployment, table: str, **more: Any) -> list[st
 
 
 @pytest.mark.parametrize(
-    ("table", "pushed", "expected"),
+    ("table", "asked", "expected"),
     [
-        ("threads", [EqualTo(("thread_id",), "t-3")], {"t-3"}),
-        ("messages", [In(("thread_id",), ("t-3", "t-9")), EqualTo(("as_of",), 1)], {"t-3", "t-9"}),
-        ("messages", [StringStartsWith(("thread_id",), "t-1")], {"t-1", "t-10", "t-11"}),
-        ("threads", [EqualTo(("agent_id",), "bob")], {"t-1", "t-3", "t-5", "t-7", "t-9", "t-11"}),
-        ("runs", [EqualTo(("agent_id",), "bob"), EqualTo(("thread_id",), "t-10")], set()),
-        ("threads", [EqualTo(("thread_id",), "t-1"), EqualTo(("thread_id",), "t-2")], set()),
-        ("runs", [EqualTo(("agent_id",), "")], set()),
+        ("threads", {"threads": '["t-3"]'}, {"t-3"}),
+        ("messages", {"threads": '["t-3", "t-9"]'}, {"t-3", "t-9"}),
+        ("threads", {"agents": '["bob"]'}, {"t-1", "t-3", "t-5", "t-7", "t-9", "t-11"}),
+        ("runs", {"agents": '["bob"]', "threads": '["t-10"]'}, set()),
+        ("runs", {"agents": '[""]'}, set()),
     ],
 )
-async def test_what_is_pushed_down_is_all_that_is_read(
-    deployment: Deployment, table: str, pushed: list[Any], expected: set[str]
+async def test_what_options_ask_for_is_all_that_is_read(
+    deployment: Deployment, table: str, asked: dict[str, str], expected: set[str]
 ) -> None:
     """Flushed and unflushed threads of two agents in turn. A run's input names the other agent and must not count."""
     await half_flushed(deployment)
-    reader = PushedTableReader(table_options(options(deployment, table)))
-    assert list(reader.pushFilters(pushed)) == pushed, "Spark looks again"
-    assert {row["thread_id"] for row in await asyncio.to_thread(rows_of, reader)} == expected
+    assert {row["thread_id"] for row in await read(deployment, table, **asked)} == expected
 
 
 async def half_flushed(deployment: Deployment) -> None:

@@ -1,101 +1,16 @@
-"""Which rows of threads, runs and messages a job reads: by options, by filters of a query, and in which task."""
+"""Which rows of threads, runs and messages a job reads: by options, and in which task."""
 
 from __future__ import annotations
-
-from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyspark.sql.datasource import (
-    EqualTo,
-    Filter,
-    GreaterThan,
-    In,
-    LessThanOrEqual,
-    Not,
-    StringContains,
-    StringStartsWith,
-)
 
 from bufstore import ConfigError
 from bufstore.spark.option_values import ids
-from bufstore.spark.tables.narrowing import ALL, Narrowing, narrowed_by
 from bufstore.spark.tables.shares import ALL_THREADS, Share, hash_of
 from bufstore.spark.tables.table_options import table_options
 from bufstore.spark.typed_columns import microseconds
-
-IDS = ["a", "ab", "abc", "b", "ba"]
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-some_ids = st.none() | st.frozensets(st.sampled_from(IDS))
-times = st.none() | st.integers(0, 9)
-narrowings = st.builds(
-    Narrowing,
-    threads=some_ids,
-    thread_prefix=st.none() | st.sampled_from(["a", "ab", "b"]),
-    agents=some_ids,
-    changed_from=times,
-    changed_before=times,
-)
-rows = st.fixed_dictionaries(
-    {
-        "thread_id": st.sampled_from(IDS),
-        "agent_id": st.none() | st.sampled_from(IDS),
-        "changed_at": st.none() | st.integers(0, 9),
-    }
-)
-
-
-@given(narrowings, narrowings, rows)
-def test_two_narrowings_hold_what_both_hold(one: Narrowing, other: Narrowing, row: dict[str, Any]) -> None:
-    assert one.and_(other).has(row) == (one.has(row) and other.has(row))
-    assert one.and_(ALL) == one
-
-
-filters = st.one_of(
-    st.builds(EqualTo, st.sampled_from([("thread_id",), ("agent_id",)]), st.sampled_from(IDS)),
-    st.builds(In, st.sampled_from([("thread_id",), ("agent_id",)]), st.lists(st.sampled_from(IDS)).map(tuple)),
-    st.builds(StringStartsWith, st.just(("thread_id",)), st.sampled_from(["", "a", "ab"])),
-    st.builds(StringContains, st.just(("thread_id",)), st.just("b")),
-    st.builds(
-        lambda kind, us: kind(("changed_at",), EPOCH + timedelta(microseconds=us)),
-        st.sampled_from([GreaterThan, LessThanOrEqual]),
-        st.integers(0, 9),
-    ),
-    st.builds(lambda agent: Not(EqualTo(("agent_id",), agent)), st.sampled_from(IDS)),
-)
-
-
-def passes(one: Filter, row: dict[str, Any]) -> bool:
-    """Whether Spark lets the row pass the filter."""
-    if isinstance(one, Not):
-        return row["agent_id"] is not None and not passes(one.child, row)
-    assert isinstance(one, EqualTo | In | StringStartsWith | StringContains | GreaterThan | LessThanOrEqual)
-    value = row[one.attribute[0]]
-    if value is None:
-        return False
-    match one:
-        case EqualTo():
-            return bool(value == one.value)
-        case In():
-            return value in one.value
-        case StringStartsWith():
-            return bool(value.startswith(one.value))
-        case StringContains():
-            return one.value in value
-    at = EPOCH + timedelta(microseconds=value)
-    return bool(at > one.value) if isinstance(one, GreaterThan) else bool(at <= one.value)
-
-
-@given(st.lists(filters, max_size=4), rows)
-def test_no_row_is_left_out_that_passes_all_filters(pushed: list[Filter], row: dict[str, Any]) -> None:
-    if all(passes(one, row) for one in pushed):
-        assert narrowed_by(pushed, row).has(row)
-
-
-def test_a_filter_of_a_column_that_the_table_lacks_says_nothing() -> None:
-    assert narrowed_by([EqualTo(("agent_id",), "a"), EqualTo(("message", "role"), "user")], ["thread_id"]) == ALL
 
 
 @given(st.integers(1, 50), st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
@@ -123,11 +38,8 @@ def test_options_that_cannot_be_are_said_at_once() -> None:
         assert "secret" not in str(raised.value)
 
 
-def test_an_id_with_a_nul_is_nobodys() -> None:
-    """Postgres takes no such text: the read ended in its error, where Spark alone would have found no row."""
-    assert narrowed_by([EqualTo(("thread_id",), "a\0")], ["thread_id"]) == Narrowing(threads=frozenset())
-    assert narrowed_by([In(("thread_id",), ("a", "a\0"))], ["thread_id"]) == Narrowing(threads=frozenset({"a"}))
-    assert narrowed_by([StringStartsWith(("thread_id",), "a\0")], ["thread_id"]) == Narrowing(threads=frozenset())
+def test_an_id_with_a_nul_is_refused() -> None:
+    """Postgres takes no such text."""
     with pytest.raises(ConfigError, match="threads"):
         ids({"threads": '["a\\u0000"]'}, "threads")
 

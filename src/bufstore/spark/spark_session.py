@@ -12,8 +12,6 @@ from bufstore.spark.java import ensure_java
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-#: Pushes a query's filters down to ``format("bufstore")``, which then reads less. Spark's default is off.
-_PUSHING = {"spark.sql.python.filterPushdown.enabled": "true"}
 #: Settings for a master on this machine: nothing listens beyond it, nothing is drawn on the terminal.
 _LOCAL = {
     "spark.driver.host": "127.0.0.1",
@@ -26,9 +24,7 @@ _LOCAL = {
 
 
 def session(app: str = "bufstore", master: str = "local[*,4]", **conf: str) -> SparkSession:
-    """Return a session (the existing one, if any) that pushes queries' filters down to ``format("bufstore")``.
-
-    ``local[*,4]``: all cores, and four attempts of a task, as on a cluster.
+    """Return a session (the existing one, if any). ``local[*,4]``: all cores, and four attempts of a task.
 
     ``sc://host``: Spark Connect, which needs no Java here. `conf`: settings of Spark, as ``**{"spark.ui.port":
     "4041"}`` or as ``spark_ui_port="4041"``: in a name without dots, each ``_`` stands for a dot. Raises ConfigError
@@ -40,11 +36,11 @@ def session(app: str = "bufstore", master: str = "local[*,4]", **conf: str) -> S
         raise ImportError("bufstore.spark.session needs pyspark: pip install 'bufstore[spark]'", name=e.name) from e
 
     if master.startswith("sc://"):
-        return _configured(SparkSession.builder.remote(master), _PUSHING | _named(conf))
+        return _configured(SparkSession.builder.remote(master), _named(conf))
     ensure_java()
     # So that the workers have the interpreter and the packages of this process.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    settings = _PUSHING | _named(conf)
+    settings = _named(conf)
     if master.startswith("local"):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         settings = _LOCAL | settings

@@ -46,7 +46,7 @@ from bufstore.spark.sink.row_writer import Pass, Written, write_rows
 from bufstore.spark.sink.settled import ROW, RowKey, key_of, position_of, summed
 from bufstore.spark.sink.spark_ledger import Query
 from bufstore.spark.tables.table_options import postgres_of, table_options
-from bufstore.spark.tables.table_reader import reader_of
+from bufstore.spark.tables.table_reader import TableReader
 from bufstore.spark.tables.table_rows import TABLES
 
 #: How many bytes of packed rows one task may hand over: all of them pass through the driver.
@@ -84,7 +84,7 @@ class BufstoreFormat(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         options = table_options(with_kept(self.options, schema))
         check_same_columns(options.columns, schema)
-        return reader_of(options)
+        return TableReader(options)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         if overwrite:

@@ -17,8 +17,6 @@ WHERE b.flushed_seq >= $3::bigint
     AND ('x' || encode(substring(sha256(convert_to(b.thread_id, 'UTF8')) FROM 1 FOR 4), 'hex'))::bit(32)::bigint
         BETWEEN $1::bigint AND $2::bigint
     AND ($4::text[] IS NULL OR b.thread_id = ANY ($4::text[]))
-    AND ($5::text IS NULL OR b.thread_id >= $5::text)
-    AND ($6::text IS NULL OR b.thread_id < $6::text)
 LIMIT 1;
 
 -- name: waiting_of_share
@@ -29,8 +27,6 @@ WHERE w.seq < $3::bigint
     AND ('x' || encode(substring(sha256(convert_to(w.thread_id, 'UTF8')) FROM 1 FOR 4), 'hex'))::bit(32)::bigint
         BETWEEN $1::bigint AND $2::bigint
     AND ($4::text[] IS NULL OR w.thread_id = ANY ($4::text[]))
-    AND ($5::text IS NULL OR w.thread_id >= $5::text)
-    AND ($6::text IS NULL OR w.thread_id < $6::text)
 ORDER BY w.thread_id, w.seq;
 
 -- name: thread_rows
@@ -60,11 +56,9 @@ LEFT JOIN ({watermarks}) AS b ON b.thread_id = t.thread_id
 WHERE ('x' || encode(substring(sha256(convert_to(t.thread_id, 'UTF8')) FROM 1 FOR 4), 'hex'))::bit(32)::bigint
         BETWEEN $1::bigint AND $2::bigint
     AND ($3::text[] IS NULL OR t.thread_id = ANY ($3::text[]))
-    AND ($4::text IS NULL OR t.thread_id >= $4::text)
-    AND ($5::text IS NULL OR t.thread_id < $5::text)
-    AND ($6::bytea[] IS NULL OR EXISTS (SELECT FROM unnest($6::bytea[]) AS a (agent) WHERE position(a.agent IN r.record) > 0))
-    AND ($7::bigint IS NULL OR t.updated_at >= timestamptz 'epoch' + $7::bigint * interval '1 microsecond')
-    AND ($8::bigint IS NULL OR t.updated_at < timestamptz 'epoch' + $8::bigint * interval '1 microsecond');
+    AND ($4::bytea[] IS NULL OR EXISTS (SELECT FROM unnest($4::bytea[]) AS a (agent) WHERE position(a.agent IN r.record) > 0))
+    AND ($5::bigint IS NULL OR t.updated_at >= timestamptz 'epoch' + $5::bigint * interval '1 microsecond')
+    AND ($6::bigint IS NULL OR t.updated_at < timestamptz 'epoch' + $6::bigint * interval '1 microsecond');
 
 -- name: runs_of_share
 -- The runs of a share, with the same conditions.
@@ -73,11 +67,9 @@ FROM {schema}.runs AS r
 WHERE ('x' || encode(substring(sha256(convert_to(r.thread_id, 'UTF8')) FROM 1 FOR 4), 'hex'))::bit(32)::bigint
         BETWEEN $1::bigint AND $2::bigint
     AND ($3::text[] IS NULL OR r.thread_id = ANY ($3::text[]))
-    AND ($4::text IS NULL OR r.thread_id >= $4::text)
-    AND ($5::text IS NULL OR r.thread_id < $5::text)
-    AND ($6::bytea[] IS NULL OR EXISTS (SELECT FROM unnest($6::bytea[]) AS a (agent) WHERE position(a.agent IN r.record) > 0))
-    AND ($7::bigint IS NULL OR r.updated_at >= timestamptz 'epoch' + $7::bigint * interval '1 microsecond')
-    AND ($8::bigint IS NULL OR r.updated_at < timestamptz 'epoch' + $8::bigint * interval '1 microsecond');
+    AND ($4::bytea[] IS NULL OR EXISTS (SELECT FROM unnest($4::bytea[]) AS a (agent) WHERE position(a.agent IN r.record) > 0))
+    AND ($5::bigint IS NULL OR r.updated_at >= timestamptz 'epoch' + $5::bigint * interval '1 microsecond')
+    AND ($6::bigint IS NULL OR r.updated_at < timestamptz 'epoch' + $6::bigint * interval '1 microsecond');
 
 -- name: messages_of_share
 -- The messages of a share's threads, with the thread's time. A message has no agent, so a search for agents finds none.
@@ -86,11 +78,9 @@ FROM {schema}.threads AS t JOIN {schema}.messages AS m ON m.thread_id = t.thread
 WHERE ('x' || encode(substring(sha256(convert_to(t.thread_id, 'UTF8')) FROM 1 FOR 4), 'hex'))::bit(32)::bigint
         BETWEEN $1::bigint AND $2::bigint
     AND ($3::text[] IS NULL OR t.thread_id = ANY ($3::text[]))
-    AND ($4::text IS NULL OR t.thread_id >= $4::text)
-    AND ($5::text IS NULL OR t.thread_id < $5::text)
-    AND $6::bytea[] IS NULL
-    AND ($7::bigint IS NULL OR t.updated_at >= timestamptz 'epoch' + $7::bigint * interval '1 microsecond')
-    AND ($8::bigint IS NULL OR t.updated_at < timestamptz 'epoch' + $8::bigint * interval '1 microsecond');
+    AND $4::bytea[] IS NULL
+    AND ($5::bigint IS NULL OR t.updated_at >= timestamptz 'epoch' + $5::bigint * interval '1 microsecond')
+    AND ($6::bigint IS NULL OR t.updated_at < timestamptz 'epoch' + $6::bigint * interval '1 microsecond');
 
 -- name: runs_of_threads
 -- All runs of these threads.

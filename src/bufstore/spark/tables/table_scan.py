@@ -26,7 +26,6 @@ from bufstore.spark.tables.table_rows import batch_of, message_row, run_row, thr
 from bufstore.spark.tables.tail import Handed, tail_of, taken_apart
 from bufstore.threads.model import Run, Thread, decode_run
 from bufstore.threads.postgres.rows import thread_of
-from bufstore.threads.queries import prefix_end
 
 #: How many rows a batch of Arrow has at most, and about how many bytes.
 _ROWS, _BYTES = 2000, 8 << 20
@@ -99,19 +98,14 @@ class _Scan:
 
     def __init__(self, options: TableOptions, share: Share, moment: Moment, logs: LaneLogs) -> None:
         self._options, self._moment, self._logs = options, moment, logs
-        narrowing = options.narrowing
-        prefix = narrowing.thread_prefix
+        threads = options.narrowing.threads
         self._hashes = (share.low, share.high - 1)
-        self._ids = (
-            arrays.texts(sorted(narrowing.threads)) if narrowing.threads is not None else None,
-            prefix,
-            prefix_end(prefix) if prefix is not None else None,
-        )
+        self._ids = arrays.texts(sorted(threads)) if threads is not None else None
 
     async def check_not_passed(self) -> None:
         """Raise PositionPassed when an entry at or behind the position of its thread's lane is flushed."""
         for lane, one in self._logs.by_lane.items():
-            asked = ("flushed_beyond", *self._hashes, one.until, *self._ids)
+            asked = ("flushed_beyond", *self._hashes, one.until, self._ids)
             async with aclosing(self._moment.stream(*asked, lane=lane)) as found:
                 async for thread_id, flushed in found:
                     raise PositionPassed(one.until, f"thread {thread_id!r} is flushed up to {flushed}")
@@ -120,7 +114,7 @@ class _Scan:
         """Return the threads with entries that are not flushed. Empties `tail`."""
         waiting: dict[str, list[Late]] = {}
         for lane, one in self._logs.by_lane.items():
-            asked = ("waiting_of_share", *self._hashes, one.until, *self._ids)
+            asked = ("waiting_of_share", *self._hashes, one.until, self._ids)
             async with aclosing(self._moment.stream(*asked, lane=lane)) as rows_waiting:
                 async for thread_id, seq, blob, since in rows_waiting:
                     waiting.setdefault(thread_id, []).append(Late(waiting_item(thread_id, seq, blob), since))
@@ -146,7 +140,7 @@ class _Scan:
         """Yield the rows of the share."""
         table = self._options.table
         narrowing = self._options.narrowing
-        asked = (*self._hashes, *self._ids, _needles(narrowing), narrowing.changed_from, narrowing.changed_before)
+        asked = (*self._hashes, self._ids, _needles(narrowing), narrowing.changed_from, narrowing.changed_before)
         # Threads with late entries come second: such an entry may take its thread out of the narrowing, or into it.
         stored = {"threads": _stored_thread, "runs": _stored_run, "messages": _stored_message}[table]
         async with aclosing(self._moment.stream(f"{table}_of_share", *asked)) as found:
