@@ -150,6 +150,7 @@ class Inspection:
             store=trouble,
             flusher=told_by_flushers(troubles),
             full=full or "",
+            altered=self._log.altered,
             flushers=bool(members),
             waiting=waiting,
         )

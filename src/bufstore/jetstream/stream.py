@@ -334,20 +334,23 @@ class NatsStream:
         try:
             return await self._direct_get(request, timeout_s, partly=partly)
         except _NobodyReads:
-            # So it is when there is no such stream, and while a stream has no leader.
-            if await self._is_missing(until - asyncio.get_running_loop().time()):
-                raise StreamMissing(f"stream {self.name} is gone") from None
+            # So it is when there is no such stream, while a stream has no leader, and without direct reads.
+            if (why := await self._why_unread(until - asyncio.get_running_loop().time())) is not None:
+                raise why from None
             raise
 
-    async def _is_missing(self, timeout_s: float) -> bool:
-        """Whether the server says that there is no such stream."""
+    async def _why_unread(self, timeout_s: float) -> LogUnavailable | None:
+        """Return why nobody answers reads; None if the server does not say."""
         try:
-            await self.info(max(timeout_s, 0.1))
+            config = (await self.info(max(timeout_s, 0.1))).get("config") or {}
         except StreamMissing:
-            return True
+            return StreamMissing(f"stream {self.name} is gone")
         except BufstoreError:
-            return False
-        return False
+            return None
+        if config.get("allow_direct"):
+            return None
+        how = f"switch it on again: `nats stream edit {self.name} --allow-direct`"
+        return _NobodyReads(f"somebody has switched off allow_direct of stream {self.name}, so nobody reads it; {how}")
 
     async def _direct_get(self, request: dict[str, Any], timeout_s: float, *, partly: bool) -> Shown:
         client, get, subject = self._connection.client(), _Get(self.name), f"{self._api}.DIRECT.GET.{self.name}"

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import accumulate
 from typing import Any
 
+from bufstore.buffer.ports.log import UNALTERED, Altered
 from bufstore.buffer.subjects import first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
@@ -246,6 +247,10 @@ class MemoryLog:
     def generation_start(self) -> int:
         stream = self._stream
         return first_sequence(stream.epoch if stream is not None else 0)
+
+    @property
+    def altered(self) -> Altered:
+        return UNALTERED
 
     @property
     def refused(self) -> LogRolledBack | None:

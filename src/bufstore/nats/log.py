@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
+from bufstore.buffer.ports.log import UNALTERED, Altered
 from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
@@ -18,16 +19,19 @@ from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream import frames
+from bufstore.jetstream.answers import Answer
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageMissing, StorageFull, StreamMissing, StreamTaken
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, Part
 from bufstore.jetstream.posted import Posted
 from bufstore.jetstream.stream import NatsStream
+from bufstore.log_lines import LogLines
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.fresh_end import PROOF_S, FreshEnd
 from bufstore.nats.leftovers import Leftovers
 from bufstore.nats.same_log import SameLog
 from bufstore.nats.setup import (
+    altered,
     check_in_service,
     check_stream,
     epoch_of,
@@ -39,6 +43,8 @@ from bufstore.nats.setup import (
     withdrawn,
 )
 from bufstore.shared_call import SharedCall
+
+_log = LogLines(__name__)
 
 #: The bytes that one feed asks for at once; there may be two feeds. A server takes a client for which 64 MiB wait
 #: (``max_pending``) for dead and cuts it off, and nothing is read while a large window is computed.
@@ -77,6 +83,7 @@ class NatsLog(NatsStream):
         #: The generation whose settings were found to be as configured; None: that was not asked yet.
         self._accepted: int | None = None
         self._generation_start = 1
+        self._altered = UNALTERED
         self._windows = Windows.of(config.log)
         self._target: Target | None = None
         #: The number of times that the process has connected.
@@ -99,6 +106,21 @@ class NatsLog(NatsStream):
             self._accepted = check_stream(self._config.log, found)
         self._generation_start = first_sequence(epoch)
         return epoch
+
+    async def info(self, timeout_s: float = 5.0) -> Answer:
+        info = await super().info(timeout_s)
+        self._see(info["config"])
+        return info
+
+    def _see(self, found: Mapping[str, Any]) -> None:
+        """Note what somebody has changed of the log's settings."""
+        before, self._altered = self._altered, altered(self._config.log, found)
+        if self._altered.why not in ("", before.why):
+            _log.error("the log's settings were changed: %s", self._altered.why, extra={"action": "log_altered"})
+
+    @property
+    def altered(self) -> Altered:
+        return self._altered
 
     async def _look(self, timeout_s: float = 5.0) -> dict[str, Any]:
         info = await self.info(timeout_s)
@@ -353,6 +375,8 @@ class NatsLog(NatsStream):
         """Check, before a new connection is used, whether this is still the log that we wrote to; refuse it if not."""
         self.connections += 1
         reason = await self._same.look(client, f"{self._api}.STREAM.INFO.{self.name}", self._subjects.proof)
+        if self._same.settings:
+            self._see(self._same.settings)
         if reason is not None:
             self.refuse(LogRolledBack(reason))
 

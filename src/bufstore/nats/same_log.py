@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
+from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
@@ -55,6 +56,8 @@ class SameLog:
         #: The same of a later message that stood in the refused log together with that one, which may be purged since:
         #: a log that holds the later one has not lost the earlier one. None: none was seen.
         self._beside: tuple[int, str, str | None] | None = None
+        #: The stream's configuration, as the last new connection showed it; empty: not yet.
+        self.settings: Mapping[str, Any] = {}
         self._gone_since: float | None = None
         self._look: asyncio.Task[None] | None = None
 
@@ -128,6 +131,7 @@ class SameLog:
         if not self.highest:
             return None
         info = await _ask(client, info_subject)
+        self.settings = info.get("config") or {}
         missing = (info.get("error") or {}).get("err_code") == _STREAM_MISSING
         if not missing:
             self._gone_since = None
@@ -135,7 +139,7 @@ class SameLog:
             return None
         if "state" not in info and not missing:
             return None  # JetStream has another kind of trouble: each call will say so
-        if self._withdrawn in ((info.get("config") or {}).get("subjects") or ()):
+        if self._withdrawn in (self.settings.get("subjects") or ()):
             return f"a repair of stream {self._stream} was begun and not finished"
         if self._replicated:
             return await self._proof(client, barrier, missing)

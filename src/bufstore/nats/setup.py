@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from bufstore.buffer.ports.log import UNALTERED, Altered
 from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
@@ -32,6 +33,12 @@ _FORM = "groups"
 
 #: Settings that must be unset: with them no write is answered, or none arrives where it is looked for.
 _UNSET: Mapping[str, Any] = {"no_ack": False, "subject_transform": {}}
+#: Settings of a log that decide what leaves it by itself: nothing may.
+_KEEPS_ALL: Mapping[str, Any] = {"discard": "new", "max_age": 0, "max_msgs": -1, "max_msgs_per_subject": -1}
+#: Settings of a log with which it takes no writes when they are changed. (Without direct reads no thread is looked up.)
+_STOP_WRITES = ("sealed", "subjects", "allow_direct", *_UNSET)
+#: Settings that may be changed beside running processes: more room, or other nodes.
+_FREE = ("max_bytes", "placement")
 
 
 def epoch_of(found: Mapping[str, Any]) -> int:
@@ -136,10 +143,7 @@ def stream_config(config: LogConfig, epoch: int, target: Target) -> dict[str, An
         "name": config.stream,
         "subjects": list(subjects.stored),
         "retention": "limits",  # an ack must not delete: a failed-over Postgres may need the entry again
-        "discard": "new",  # "old" would drop the oldest unflushed entries
-        "max_age": 0,
-        "max_msgs": -1,
-        "max_msgs_per_subject": -1,
+        **_KEEPS_ALL,
         "max_msg_size": -1,
         "max_bytes": config.max_bytes,
         "first_seq": first_sequence(epoch),
@@ -223,6 +227,28 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
     check_lanes(config, metadata)
     check_bucket(config.stream, config.bucket, metadata)
     windows_of(metadata).check(config)
+    _check_settings(config, found, stream_config(config, epoch_of(found), target_of(metadata)))
+    return epoch_of(found)
+
+
+def altered(config: LogConfig, found: Mapping[str, Any]) -> Altered:
+    """Return what somebody has changed of a log that is in use; the first difference counts.
+
+    A repair that has taken the log out of service, and changed metadata, are found elsewhere.
+    """
+    wanted = stream_config(config, 0, Target("", "", ""))
+    for field in _FREE:
+        wanted.pop(field, None)
+    try:
+        if not is_withdrawn(config, found):
+            _check_settings(config, found, wanted)
+    except ConfigDrift as e:
+        return Altered(str(e), e.field in _STOP_WRITES, e.field == "allow_direct")
+    return UNALTERED
+
+
+def _check_settings(config: LogConfig, found: Mapping[str, Any], wanted: dict[str, Any]) -> None:
+    what, edit = f"stream {config.stream}", f"nats stream edit {config.stream}"
     if found.get("sealed"):  # sealing sets other fields, too
         raise ConfigDrift(
             what,
@@ -233,12 +259,12 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
             f"flush it; what is not flushed is lost when you remove the stream (`nats stream rm {config.stream}`) and "
             "begin a new log with `bufstore repair --apply`.",
         )
-    check(what, _UNSET, found, "", f"nats stream edit {config.stream}")
-    wanted = stream_config(config, epoch_of(found), target_of(metadata))
+    check(what, _UNSET, found, "", edit)
+    lost = f"Entries may leave the log before they are flushed, and be lost: change it back at once (`{edit}`)."
+    check(what, _KEEPS_ALL, found, "", edit, way_out=lost)
     for field in ("first_seq", "metadata"):
         wanted.pop(field)
-    check(what, wanted, found, "LogConfig", f"nats stream edit {config.stream}")
-    return epoch_of(found)
+    check(what, wanted, found, "LogConfig", edit)
 
 
 def lanes_of(metadata: Mapping[str, Any]) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.groups.stream import READ_S, GroupsInStream, last_on, messages_on
 from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.places import first_place, group_of, last_place, number_of
-from bufstore.buffer.ports.log import Ending, Floor, GroupSizes, Remains, Writes
+from bufstore.buffer.ports.log import Altered, Ending, Floor, GroupSizes, Remains, Writes
 from bufstore.buffer.ports.shared_state import SharedState
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
@@ -262,7 +262,11 @@ class GroupLog:
 
     @property
     def trouble(self) -> str:
-        return self._sequencer.trouble
+        return self.altered.why if self.altered.stops_writes else self._sequencer.trouble
+
+    @property
+    def altered(self) -> Altered:
+        return self._stream.altered
 
     # --- following and removing -------------------------------------------------------------------------------
 

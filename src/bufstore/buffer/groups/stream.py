@@ -7,7 +7,7 @@ from typing import Protocol
 
 from bufstore.buffer.groups.delivery import StreamFeed
 from bufstore.buffer.groups.others import Announcements
-from bufstore.buffer.ports.log import Generations
+from bufstore.buffer.ports.log import Altered, Generations
 from bufstore.buffer.windows import Windows
 from bufstore.errors import LogRolledBack
 from bufstore.jetstream.messages import Outgoing, Part, StoredMessage
@@ -91,6 +91,9 @@ class GroupsInStream(Generations, Announcements, Protocol):
 
     async def barrier(self, timeout_s: float) -> int: ...
     async def fill(self) -> tuple[int, int]: ...
+
+    @property
+    def altered(self) -> Altered: ...
 
     @property
     def refused(self) -> LogRolledBack | None: ...

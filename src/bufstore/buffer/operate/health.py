@@ -12,7 +12,7 @@ from bufstore.buffer.flush.flusher import Flusher
 from bufstore.buffer.flush.flusher_state import FlusherState, of_all, state_of_all, told_by_flushers
 from bufstore.buffer.operate.log_fill import FillForecast
 from bufstore.buffer.parts import AnyParts
-from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.log import UNALTERED, Altered, Log
 from bufstore.buffer.ports.shared_state import Session
 from bufstore.buffer.ports.waiting import WaitingTotals
 from bufstore.buffer.read.reads import Reads
@@ -106,18 +106,22 @@ def health_of(
     full: str = "",
     behind: str = "",
     unregistered: str = "",
+    altered: Altered = UNALTERED,
     flushers: bool = True,
     waiting: WaitingTotals | None = None,
 ) -> Health:
     """Derive the health from what is wrong with the parts.
 
     `full`: why the log takes no writes. `behind`: why Postgres answers no reads, or its answers do not count.
-    `unregistered`: why new runs are not registered, which stops no write. `flushers`: whether any flusher is alive.
+    `unregistered`: why new runs are not registered, which stops no write. `altered`: what somebody has changed of the
+    log's settings. `flushers`: whether any flusher is alive.
     `waiting`: the ledger's waiting entries; None: unknown.
     """
     read = ""
     if log:
         read = f"NATS: {log}; flushed content can still be read with Consistency.EVENTUAL"
+    elif altered.stops_reads:
+        read = f"NATS: {altered.why}; flushed content can still be read with Consistency.EVENTUAL"
     elif store:
         read = unread(store)
     elif behind:
@@ -130,10 +134,10 @@ def health_of(
     elif waiting is not None and waiting.entries:
         flush = "; ".join(filter(None, [flusher, f"entries wait: {waiting}"]))
     return Health(
-        log=log or (unregistered and f"new runs are not registered: {unregistered}"),
+        log=log or altered.why or (unregistered and f"new runs are not registered: {unregistered}"),
         store=store,
         flusher=flusher,
-        write_trouble=f"NATS: {log}" if log else full,
+        write_trouble=f"NATS: {log}" if log else altered.why if altered.stops_writes else full,
         read_trouble=read,
         flush_trouble=flush,
     )
@@ -218,6 +222,7 @@ class Vitals:
             full=full or self._appender.refused or self._session.log.trouble,
             behind=behind or self._reads.refused or unread(down),
             unregistered=shared.unregistered,
+            altered=self._session.log.altered,
             flushers=self._flusher is not None or bool(members) or bool(unasked),
             waiting=waiting,
         )

@@ -41,6 +41,18 @@ class Writes(NamedTuple):
     refused: int
 
 
+class Altered(NamedTuple):
+    """What somebody has changed of a log's settings beside the processes that use it. Empty: nothing."""
+
+    why: str = ""
+    #: Whether the log takes no writes because of that, or answers no reads.
+    stops_writes: bool = False
+    stops_reads: bool = False
+
+
+UNALTERED = Altered()
+
+
 class Ending(NamedTuple):
     """The last entry of a partition, as a process has seen it before it went."""
 
@@ -318,6 +330,10 @@ class Log(Generations, Protocol):
 
         As far as this process knows without asking.
         """
+
+    @property
+    def altered(self) -> Altered:
+        """How the log's settings differed from what they must be when this process last looked at them."""
 
     async def settled(self) -> int:
         """The position below which everything is in Postgres for good, as the owners have said by now."""

@@ -1,0 +1,88 @@
+"""A log, or its bucket, whose settings somebody changes beside the processes that use it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from bufstore import BufferedThreadStore, Health, LogUnavailable
+from command_line import bufstore_cli, where
+from conftest import Deployment
+from helpers import eventually, healthy, run_of, said
+
+
+async def _changed(store: BufferedThreadStore, name: str, change: dict[str, Any]) -> dict[str, Any]:
+    """Change settings of a stream; return those from before."""
+    api = store.buffer.session.stream.api
+    before: dict[str, Any] = (await api(f"STREAM.INFO.{name}"))["config"]
+    await api(f"STREAM.UPDATE.{name}", before | change)
+    return before
+
+
+@pytest.mark.parametrize(
+    ("change", "writes", "reads", "advice"),
+    [
+        ({"max_age": 3600 * 10**9}, True, True, "before they are flushed"),
+        ({"discard": "old"}, True, True, "before they are flushed"),
+        ({"max_msgs_per_subject": 100}, True, True, "before they are flushed"),
+        ({"max_msgs": 100}, True, True, "before they are flushed"),
+        ({"subjects": ["elsewhere.>"]}, False, True, "nats stream edit"),
+        ({"subject_transform": {"src": ">", "dest": "archive.>"}}, False, True, "nats stream edit"),
+        ({"no_ack": True}, False, True, "nats stream edit"),
+        ({"allow_direct": False}, False, False, "nats stream edit"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+async def test_health_says_what_was_changed_of_the_log_and_what_that_means(
+    deployment: Deployment, change: dict[str, Any], writes: bool, reads: bool, advice: str
+) -> None:
+    ((field, value),) = change.items()
+    async with deployment.store() as store, deployment.store(flusher=False) as app:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        before = await _changed(store, deployment.log.stream, change)
+        for each in (store, app):
+            found: Health = await each.health()
+            assert not found.ok
+            assert f"stream {deployment.log.stream}: {field} is {value!r}" in found.log
+            assert advice in found.log
+            assert (found.can_write, found.can_read) == (writes, reads)
+            for said_there in filter(None, (found.write_trouble, found.read_trouble)):
+                assert field in said_there
+        await store.buffer.session.stream.api(f"STREAM.UPDATE.{deployment.log.stream}", before)
+        for each in (store, app):
+            await healthy(each)
+            await each.checkpoint("t", [said(0), said(1)], run_of("t", 1))
+        await store.force_flush_all()
+
+
+async def test_a_flusher_says_without_being_asked_that_the_log_may_lose_entries(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        before = await _changed(store, deployment.log.stream, {"max_age": 3600 * 10**9})
+
+        async def told() -> bool:
+            return any(getattr(r, "action", "") == "log_altered" for r in caplog.records)
+
+        await eventually(told, 30)
+        status = await asyncio.to_thread(bufstore_cli, "status", "--json", **where(deployment))
+        assert not status.json["ok"]
+        assert "max_age" in status.out
+        await store.buffer.session.stream.api(f"STREAM.UPDATE.{deployment.log.stream}", before)
+        await healthy(store)
+        assert [getattr(r, "action", "") for r in caplog.records].count("log_altered") == 1
+
+
+@pytest.mark.parametrize("change", [{"subjects": ["elsewhere.>"]}, {"allow_direct": False}], ids=["subjects", "direct"])
+async def test_a_write_that_an_altered_log_does_not_take_says_why(
+    deployment: Deployment, change: dict[str, Any]
+) -> None:
+    async with deployment.store(flusher=False) as app:
+        before = await _changed(app, deployment.log.stream, change)
+        with pytest.raises(LogUnavailable, match=rf"(?s)nats stream edit {deployment.log.stream}"):
+            await app.checkpoint("t", [said(0)], run_of("t"))
+        await app.buffer.session.stream.api(f"STREAM.UPDATE.{deployment.log.stream}", before)
+        await app.checkpoint("t", [said(0)], run_of("t"))
