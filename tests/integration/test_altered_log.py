@@ -1,13 +1,14 @@
-"""A log, or its bucket, whose settings somebody changes beside the processes that use it."""
+"""A log whose settings somebody changes beside the processes that use it."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
 
-from bufstore import BufferedThreadStore, Health, LogUnavailable
+from bufstore import BufferedThreadStore, ConfigDrift, Health, LogUnavailable
 from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import eventually, healthy, run_of, said
@@ -86,3 +87,15 @@ async def test_a_write_that_an_altered_log_does_not_take_says_why(
             await app.checkpoint("t", [said(0)], run_of("t"))
         await app.buffer.session.stream.api(f"STREAM.UPDATE.{deployment.log.stream}", before)
         await app.checkpoint("t", [said(0)], run_of("t"))
+
+
+async def test_nobody_is_told_of_a_change_by_who_only_expects_other_settings(
+    made: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: `bufstore log set`, which knows no subject, said that the log's was changed, and to change it."""
+    await made.change(failover_window_s=90.0)
+    made.log = dataclasses.replace(made.log, replicas=3)
+    with pytest.raises(ConfigDrift, match="num_replicas"):
+        async with made.store():
+            pass
+    assert "log_altered" not in [getattr(r, "action", "") for r in caplog.records]

@@ -115,7 +115,8 @@ class NatsLog(NatsStream):
     def _see(self, found: Mapping[str, Any]) -> None:
         """Note what somebody has changed of the log's settings."""
         before, self._altered = self._altered, altered(self._config.log, found)
-        if self._altered.why not in ("", before.why):
+        # Who has not opened the log may not know its settings; who opens it is told by an error.
+        if self._accepted is not None and self._altered.why not in ("", before.why):
             _log.error("the log's settings were changed: %s", self._altered.why, extra={"action": "log_altered"})
 
     @property
