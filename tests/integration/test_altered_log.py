@@ -58,6 +58,34 @@ async def test_health_says_what_was_changed_of_the_log_and_what_that_means(
         await store.force_flush_all()
 
 
+async def test_health_says_all_that_was_changed(deployment: Deployment) -> None:
+    """Regression: only the first change counted; with a max_age beside it, all reads failed and could be done."""
+    async with deployment.store() as store:
+        change = {"max_age": 3600 * 10**9, "allow_direct": False, "allow_rollup_hdrs": False}
+        before = await _changed(store, deployment.log.stream, change)
+        found = await store.health()
+        assert not found.can_write
+        assert not found.can_read
+        for field in change:
+            assert f"{field} is" in found.log
+        await store.buffer.session.stream.api(f"STREAM.UPDATE.{deployment.log.stream}", before)
+        await healthy(store)
+
+
+@pytest.mark.parametrize("subjects", [["{}.>"], ["{}.*.0", "another.>"]])
+async def test_a_log_that_hears_more_than_it_must_takes_writes(deployment: Deployment, subjects: list[str]) -> None:
+    """Regression: health said that no checkpoint is accepted, which takes an app out of service."""
+    wanted = [subject.format(deployment.log.subject) for subject in subjects]
+    async with deployment.store() as store:
+        before = await _changed(store, deployment.log.stream, {"subjects": wanted})
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        found = await store.health()
+        assert (found.can_write, found.can_read, found.flushing) == (True, True, True)
+        assert "subjects is" in found.log
+        await store.buffer.session.stream.api(f"STREAM.UPDATE.{deployment.log.stream}", before)
+        await healthy(store)
+
+
 async def test_a_flusher_says_without_being_asked_that_the_log_may_lose_entries(
     deployment: Deployment, caplog: pytest.LogCaptureFixture
 ) -> None:

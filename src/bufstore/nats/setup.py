@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -36,7 +36,7 @@ _UNSET: Mapping[str, Any] = {"no_ack": False, "subject_transform": {}}
 #: Settings of a log that decide what leaves it by itself: nothing may.
 _KEEPS_ALL: Mapping[str, Any] = {"discard": "new", "max_age": 0, "max_msgs": -1, "max_msgs_per_subject": -1}
 #: Settings of a log with which it takes no writes when they are changed. (Without direct reads no thread is looked up.)
-_STOP_WRITES = ("sealed", "subjects", "allow_direct", *_UNSET)
+_STOP_WRITES = ("sealed", "allow_direct", *_UNSET)
 #: Settings that may be changed beside running processes: more room, or other nodes.
 _FREE = ("max_bytes", "placement")
 
@@ -227,30 +227,41 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
     check_lanes(config, metadata)
     check_bucket(config.stream, config.bucket, metadata)
     windows_of(metadata).check(config)
-    _check_settings(config, found, stream_config(config, epoch_of(found), target_of(metadata)))
+    for drift in _drifts(config, found, stream_config(config, epoch_of(found), target_of(metadata))):
+        raise drift
     return epoch_of(found)
 
 
 def altered(config: LogConfig, found: Mapping[str, Any]) -> Altered:
-    """Return what somebody has changed of a log that is in use; the first difference counts.
+    """Return what somebody has changed of a log that is in use.
 
     A repair that has taken the log out of service, and changed metadata, are found elsewhere.
     """
     wanted = stream_config(config, 0, Target("", "", ""))
     for field in _FREE:
         wanted.pop(field, None)
-    try:
-        if not is_withdrawn(config, found):
-            _check_settings(config, found, wanted)
-    except ConfigDrift as e:
-        return Altered(str(e), e.field in _STOP_WRITES, e.field == "allow_direct")
-    return UNALTERED
+    drifts = () if is_withdrawn(config, found) else tuple(_drifts(config, found, wanted))
+    if not drifts:
+        return UNALTERED
+    fields = {drift.field for drift in drifts}
+    heard = all(any(_hears(s, ours) for s in found.get("subjects") or ()) for ours in wanted["subjects"])
+    stops_writes = not heard or not fields.isdisjoint(_STOP_WRITES)
+    return Altered(" ".join(map(str, drifts)), stops_writes, "allow_direct" in fields)
 
 
-def _check_settings(config: LogConfig, found: Mapping[str, Any], wanted: dict[str, Any]) -> None:
+def _hears(subject: str, ours: str) -> bool:
+    """Return whether a stream that listens on this subject, which may have wildcards, gets what we send."""
+    tokens, sent = subject.split("."), ours.split(".")
+    if tokens[-1] == ">" and len(sent) >= len(tokens):
+        tokens, sent = tokens[:-1], sent[: len(tokens) - 1]
+    return len(tokens) == len(sent) and all(token in ("*", word) for token, word in zip(tokens, sent, strict=True))
+
+
+def _drifts(config: LogConfig, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[ConfigDrift]:
+    """Yield what is not as it must be of an existing log's settings, one by one."""
     what, edit = f"stream {config.stream}", f"nats stream edit {config.stream}"
     if found.get("sealed"):  # sealing sets other fields, too
-        raise ConfigDrift(
+        yield ConfigDrift(
             what,
             "sealed",
             expected=False,
@@ -259,12 +270,15 @@ def _check_settings(config: LogConfig, found: Mapping[str, Any], wanted: dict[st
             f"flush it; what is not flushed is lost when you remove the stream (`nats stream rm {config.stream}`) and "
             "begin a new log with `bufstore repair --apply`.",
         )
-    check(what, _UNSET, found, "", edit)
+        return
     lost = f"Entries may leave the log before they are flushed, and be lost: change it back at once (`{edit}`)."
-    check(what, _KEEPS_ALL, found, "", edit, way_out=lost)
-    for field in ("first_seq", "metadata"):
-        wanted.pop(field)
-    check(what, wanted, found, "LogConfig", edit)
+    chosen = {field: wanted[field] for field in wanted if field not in ("first_seq", "metadata", *_KEEPS_ALL)}
+    for fields, ours, way_out in ((_UNSET, "", ""), (_KEEPS_ALL, "", lost), (chosen, "LogConfig", "")):
+        for field, value in fields.items():
+            try:
+                check(what, {field: value}, found, ours, edit, way_out=way_out)
+            except ConfigDrift as e:
+                yield e
 
 
 def lanes_of(metadata: Mapping[str, Any]) -> tuple[int, int]:
