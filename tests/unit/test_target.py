@@ -213,7 +213,7 @@ def test_a_command_takes_no_log_that_is_flushed_into_another_kind_of_store() -> 
     ours = kind_of(PostgresThreadStore)
     check_flushable("LOG", Target("threads", "bufstore.postgres", "x"), ours)
     for named, says in (
-        (Target("threads", "app", "x"), "run this in a process that opens that store"),
+        (Target("threads", "app", "x"), "do it in a process that opens that store"),
         (Target("else", "bufstore.postgres", "x"), "domain is 'else'"),
     ):
         with pytest.raises(ConfigDrift, match=says):
