@@ -97,12 +97,26 @@ async def test_a_flusher_says_without_being_asked_that_the_log_may_lose_entries(
             return any(getattr(r, "action", "") == "log_altered" for r in caplog.records)
 
         await eventually(told, 30)
-        status = await asyncio.to_thread(bufstore_cli, "status", "--json", **where(deployment))
-        assert not status.json["ok"]
-        assert "max_age" in status.out
         await store.buffer.session.stream.api(f"STREAM.UPDATE.{deployment.log.stream}", before)
         await healthy(store)
         assert [getattr(r, "action", "") for r in caplog.records].count("log_altered") == 1
+
+
+async def test_status_says_what_was_changed_of_the_log_and_that_postgres_answers(deployment: Deployment) -> None:
+    """Regression: it said that Postgres could not be asked because of the log's max_age, nor read, nor flushed into."""
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush_all()
+        before = await _changed(store, deployment.log.stream, {"max_age": 3600 * 10**9})
+        told = await asyncio.to_thread(bufstore_cli, "status", "--json", **where(deployment))
+        assert (told.code, told.json["ok"], told.json["postgres_trouble"]) == (1, False, "")
+        assert "max_age is" in told.json["log_trouble"]
+        assert [told.json[name] for name in ("can_write", "can_read", "flushing", "lag")] == [True, True, True, 0]
+        shown = await asyncio.to_thread(bufstore_cli, "status", **where(deployment))
+        assert "the log: stream" in shown.out
+        await store.buffer.session.stream.api(f"STREAM.UPDATE.{deployment.log.stream}", before)
+        healed = await asyncio.to_thread(bufstore_cli, "status", "--json", **where(deployment))
+        assert (healed.code, healed.json["log_trouble"]) == (0, "")
 
 
 @pytest.mark.parametrize("change", [{"subjects": ["elsewhere.>"]}, {"allow_direct": False}], ids=["subjects", "direct"])

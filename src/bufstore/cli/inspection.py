@@ -66,6 +66,8 @@ class BufferStatus(msgspec.Struct, kw_only=True):
     log_bytes_unflushed: int
     #: After how many seconds, at least, the log is full at the present rate; None: its unflushed part does not grow.
     log_full_in_s: float | None
+    #: What is wrong with the log; also what lets entries be lost, and stops no write now.
+    log_trouble: str
     #: As in `Health`, for a process with these settings; each trouble says why the answer above it is False.
     can_write: bool
     write_trouble: str
@@ -106,12 +108,12 @@ class Inspection:
         first = Finding(rule="log and Postgres", detail=why.reason, partition=None)
         return msgspec.structs.replace(found, wrong=found.wrong + 1, findings=(first, *found.findings))
 
-    async def _apart(self) -> LogRolledBack | None:
-        """Return why every store refuses to open here; None: none refuses."""
+    async def _apart(self, *, checked: bool = True) -> LogRolledBack | None:
+        """Return why every store refuses to open here; None: none refuses. `checked`: see `apart`."""
         named = self._log.target
         kind = named.kind if named is not None else self._buffer.backing.kind
         try:
-            return await apart(self._log, self._ledger, self._buffer.config.log, kind)
+            return await apart(self._log, self._ledger, self._buffer.config.log, kind, checked=checked)
         except LogRolledBack as e:  # a repair has begun
             return e
 
@@ -134,7 +136,7 @@ class Inspection:
         cursors: dict[int, Cursor] | None = None
         quarantined, waiting, trouble, why = None, None, "", None
         try:
-            why = await self._apart()
+            why = await self._apart(checked=not self._log.altered.why)  # that is said for itself
             cursors, quarantined = await self._ledger.cursors(), await self._ledger.quarantined()
             waiting = await self._ledger.waiting.totals()
         except LogUnavailable:
@@ -168,6 +170,7 @@ class Inspection:
             log_bytes_max=fill.held.limit,
             log_bytes_unflushed=fill.unflushed,
             log_full_in_s=full_in_s,
+            log_trouble=health.log,
             can_write=health.can_write,
             write_trouble=health.write_trouble,
             can_read=health.can_read,

@@ -50,6 +50,8 @@ def _show(found: BufferStatus) -> None:
         ("flushing", found.flush_trouble),
     ):
         console.print(f"{what}: {printable(trouble) or 'ok'}")
+    if found.log_trouble not in found.write_trouble:
+        console.print(f"the log: {printable(found.log_trouble)}")
     console.print(f"Postgres: {printable(found.postgres_trouble) or 'ok'}")
     console.print(f"flushers: {', '.join(found.members) or 'none alive'}")
     console.print(f"waiting entries: {_shown(found.waiting)}")
