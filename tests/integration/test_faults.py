@@ -34,7 +34,7 @@ from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import Outgoing
 from conftest import Deployment
-from helpers import eventually, flush_all, fresh, run_of, said
+from helpers import eventually, flush_all, fresh, healthy, run_of, said
 from thorough import seldom
 
 
@@ -111,6 +111,21 @@ async def test_what_only_postgres_can_answer_says_why_it_does_not(own_servers: S
             assert "Connection refused" in str(failed)
         own_servers.postgres.start()
         await eventually(lambda: _answers(store), 20)
+
+
+async def test_a_run_that_a_silent_nats_does_not_tell_is_no_fault_of_postgres(own_servers: Servers) -> None:
+    """Regression: it was a StoreUnavailable, "only Postgres knows about run …: it does not answer"."""
+    deployment = Deployment(own_servers)
+    async with deployment.store(read_timeout_s=2.0) as store:
+        await store.checkpoint("t", ["before"], run_of("t"))
+        own_servers.nats.pause()
+        try:
+            with pytest.raises(ReadNotFresh, match=r"could not be looked up in time: .+") as caught:
+                await store.load_run("another")
+            assert "Postgres" not in str(caught.value)
+        finally:
+            own_servers.nats.resume()
+        await healthy(store)
 
 
 async def _answers(store: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -96,33 +96,43 @@ class Runs:
         return _Asked(await self._stored(run_id))
 
     async def _thread_of(self, run_id: str) -> str | None:
+        loop, reads = asyncio.get_running_loop(), self._lanes.first.reads
+        until = loop.time() + self._config.read_timeout_s
         try:
-            looking_up = self._look_up(run_id)
-            return await self._lanes.first.reads.store.in_time(looking_up, self._config.read_timeout_s)
+            # Not in the time that Postgres is given: a NATS that is silent would be told as a Postgres that is.
+            thread_id = await self._registered(run_id, until)
+            if thread_id is not None:
+                return thread_id
+            return await reads.store.in_time(self._unregistered(run_id, until), until - loop.time())
         except (FlushTimeout, LogUnavailable) as e:
             raise ReadNotFresh(f"run {run_id!r} could not be looked up in time: {e}") from None
         except StoreUnavailable as e:
             raise StoreUnavailable(f"only Postgres knows about run {run_id!r}: {e}") from None
 
-    async def _look_up(self, run_id: str) -> str | None:
-        with contextlib.suppress(LogUnavailable):
-            shared = self._lanes.of(run_id).shared
-            thread_id = await shared.thread_of_run(run_id, self._config.read_timeout_s)
-            if thread_id is not None:
-                return thread_id
+    async def _registered(self, run_id: str, until: float) -> str | None:
+        """Return the thread that claimed the run; None: nothing tells. Raises LogUnavailable once the time is over."""
+        try:
+            return await self._lanes.of(run_id).shared.thread_of_run(run_id, self._config.read_timeout_s)
+        except LogUnavailable:
+            if asyncio.get_running_loop().time() >= until:
+                raise
+            return None
+
+    async def _unregistered(self, run_id: str, until: float) -> str | None:
         # The key may have expired (then Postgres has the run), or the bucket was lost: then a run that is only in the
         # log is not found before it is flushed.
         run = await self._stored(run_id)
         if run is None:
-            run = await self._lanes.same_postgres.within(lambda: self._flushed_run(run_id))
+            run = await self._lanes.same_postgres.within(lambda: self._flushed_run(run_id, until))
         return run.thread_id if run is not None else None
 
     async def _stored(self, run_id: str) -> Run | None:
         return await answered(self._store, self._store.load_run(run_id), self._config.read_timeout_s)
 
-    async def _flushed_run(self, run_id: str) -> Run | None:
+    async def _flushed_run(self, run_id: str, until: float) -> Run | None:
         # A little less than the caller has, who would otherwise not be told what the flush waits for.
-        await self._lanes.force_flush_all(timeout_s=0.9 * self._config.read_timeout_s)
+        left_s = max(until - asyncio.get_running_loop().time(), 0)
+        await self._lanes.force_flush_all(timeout_s=0.9 * left_s)
         return await self._stored(run_id)
 
 
