@@ -11,7 +11,7 @@ import pytest
 from bufstore import BufferedThreadStore, ConfigDrift, Health, LogUnavailable
 from command_line import bufstore_cli, where
 from conftest import Deployment
-from helpers import eventually, healthy, run_of, said
+from helpers import eventually, healthy, query, run_of, said
 
 
 async def _changed(store: BufferedThreadStore, name: str, change: dict[str, Any]) -> dict[str, Any]:
@@ -141,3 +141,15 @@ async def test_nobody_is_told_of_a_change_by_who_only_expects_other_settings(
         async with made.store():
             pass
     assert "log_altered" not in [getattr(r, "action", "") for r in caplog.records]
+
+
+async def test_another_log_of_the_same_name_is_compared_again(deployment: Deployment) -> None:
+    """Regression: a process that ran while all was removed and begun anew took it with another number of partitions."""
+    async with deployment.store() as left:
+        for stream in (deployment.log.stream, f"KV_{deployment.log.bucket}"):
+            await left.buffer.session.stream.api(f"STREAM.DELETE.{stream}")
+        await query(deployment.servers.postgres.dsn, f"DROP SCHEMA {deployment.name} CASCADE")
+        deployment.log = dataclasses.replace(deployment.log, partitions=16)
+        async with deployment.store():
+            with pytest.raises(ConfigDrift, match="partitions is '16'"):
+                await left.buffer.log.epoch()

@@ -80,8 +80,8 @@ class NatsLog(NatsStream):
         #: The number of times in a row that no consumer could be made.
         self._unmade = 0
         self._vouch: Callable[[], Awaitable[object]] | None = None
-        #: The generation whose settings were found to be as configured; None: that was not asked yet.
-        self._accepted: int | None = None
+        #: The epoch and target of the log whose settings were found to be as configured; None: that was not asked yet.
+        self._accepted: tuple[int, Target] | None = None
         self._generation_start = 1
         self._altered = UNALTERED
         self._windows = Windows.of(config.log)
@@ -100,10 +100,10 @@ class NatsLog(NatsStream):
         self._windows, self._target = said_by(found)
         self._same.note(int(info["state"]["last_seq"]))
         epoch = epoch_of(found)
-        if checked and epoch == self._accepted:  # who raises `max_bytes` in an outage must not stop those who run
+        if checked and (epoch, self._target) == self._accepted:  # who raises `max_bytes` must not stop those who run
             check_in_service(self._config.log, found)
         elif checked:
-            self._accepted = check_stream(self._config.log, found)
+            self._accepted = check_stream(self._config.log, found), self._target
         self._generation_start = first_sequence(epoch)
         return epoch
 
