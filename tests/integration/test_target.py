@@ -15,6 +15,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from bufstore import BufferedThreadStore, ConfigDrift, Consistency, LogRolledBack, PostgresThreadStore
+from bufstore.embedded import Servers
 from command_line import bufstore_cli, lines_of, where
 from conftest import Deployment
 from helpdesk_store import TABLES, HelpdeskStore
@@ -178,6 +179,36 @@ async def test_who_runs_while_an_empty_database_takes_the_place_of_the_logs_own_
         await eventually(goes_on, 60)
         await store.force_flush("t", timeout_s=60)
         assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == [said(0), said(1)]
+
+
+@pytest.mark.long  # two starts without Postgres
+async def test_who_begins_in_an_outage_compares_log_and_database_once_postgres_is_back(own_servers: Servers) -> None:
+    """Regression: without a flusher nobody did, and reads and appends built on another log's database."""
+    deployment, another = Deployment(own_servers), Deployment(own_servers)
+    for of, text in (deployment, "ours"), (another, "theirs"):
+        async with of.store() as store:
+            await store.checkpoint("t", [text], run_of("t"))
+            await store.force_flush_all()
+    async with another.store() as store:
+        await store.checkpoint("u", ["theirs"], run_of("u"))
+        await store.force_flush_all()
+    own_servers.postgres.stop()
+    deployment.verified = False
+    async with deployment.store(another.inner(), flusher=False) as wrong, deployment.store(flusher=False) as right:
+        assert all([(await store.health()).can_write for store in (wrong, right)])
+        own_servers.postgres.start()
+
+        async def noticed() -> bool:
+            return "is not the one that the log is flushed into" in (await wrong.health()).write_trouble
+
+        await eventually(noticed)
+        with pytest.raises(ConfigDrift, match="database is"):
+            await wrong.load_messages("u")
+        with pytest.raises(LogRolledBack, match="database is"):
+            await wrong.checkpoint("u", ["ours"], run_of("u"))
+        assert await wrong.load_messages("t") == ["ours"]
+        assert await right.load_messages("t") == ["ours"]
+        assert await right.load_messages("u") is None
 
 
 async def test_of_two_databases_that_begin_on_one_log_at_once_one_gets_it(deployment: Deployment) -> None:

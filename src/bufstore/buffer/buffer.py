@@ -36,6 +36,9 @@ from bufstore.errors import BufstoreError
 from bufstore.home import Home
 from bufstore.tasks import Closing
 
+#: The seconds after which a look at a Postgres that was away when this began says why it still is.
+_REASON_S = 1.0
+
 _Call = Callable[[], Awaitable[None]]
 
 
@@ -120,6 +123,10 @@ class Buffer(Generic[C, S, M]):
         )
         await self.shared.check()  # before a log is created that names this shared state
         self.began_away = not await prepare_log(self.log, self.ledger, self.backing, self.config, away=away)
+        if self.began_away:
+            # Whoever asks Postgres first prepares it; without a flusher nobody else would.
+            self.reads.restored.prepare = self._prepare_once_back
+            self.reads.store.take_for_down("it was away when this process began")
         await self.shared.setup()
         self.appender.start()
         await self.waiter.start()
@@ -130,6 +137,9 @@ class Buffer(Generic[C, S, M]):
 
     async def _prepare_store(self) -> None:
         await prepare_store(self.log, self.ledger, self.backing, self.config)
+
+    async def _prepare_once_back(self) -> None:
+        await prepare_store(self.log, self.ledger, self.backing, self.config, _REASON_S)
 
     async def aclose(self, *, before_store: _Call | None = None) -> None:
         """Finish the writes that are on their way, flush what this process still can, stop, and release everything.

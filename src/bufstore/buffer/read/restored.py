@@ -37,7 +37,9 @@ class Restored:
 
     def __init__(self, parts: AnyParts) -> None:
         self._log, self._ledger, self._subjects = parts.log, parts.ledger, parts.subjects
-        self._look = SharedCall(self._compare)
+        self._look, self._preparing = SharedCall(self._compare), SharedCall(self._prepare)
+        #: Makes sure that tables and log belong together, which nobody could while Postgres was away; None: it is done.
+        self.prepare: Callable[[], Awaitable[None]] | None = None
         #: The last comparison: how many connections there had been, when it was, and the position up to which Postgres
         #: had everything.
         self._fits = _NEVER
@@ -50,6 +52,17 @@ class Restored:
     async def aclose(self) -> None:
         """Stop asking Postgres."""
         await self._look.aclose()
+        await self._preparing.aclose()
+
+    async def prepared(self) -> None:
+        """Return once no answer of Postgres lacks its preparation. Raises what that raises."""
+        if self.prepare is not None:
+            await self._preparing()
+
+    async def _prepare(self) -> None:
+        if self.prepare is not None:
+            await self.prepare()
+            self.prepare = None
 
     async def counting(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Return the answer of Postgres; ask again if it may come from before the last comparison.
@@ -76,6 +89,7 @@ class Restored:
         return self.era == era
 
     async def _compare(self) -> None:
+        await self.prepared()
         before, (connections, at, floor) = self._fits, (self._ledger.connections, elapsed.now_s(), self._log.floor)
         try:
             reached = await self._reached(floor)

@@ -154,13 +154,14 @@ class StoreWatch(Generic[S]):
             if (await asyncio.wait([asked], timeout=self._patience))[0]:
                 asked.result()
             else:
-                self._take_for_down("it did not answer in time")
+                self.take_for_down("it did not answer in time")
         except Exception as e:
-            self._take_for_down(str(e) if isinstance(e, BufstoreError) else type(e).__name__)
+            self.take_for_down(str(e) if isinstance(e, BufstoreError) else type(e).__name__)
         finally:
             self.let_go(asked)
 
-    def _take_for_down(self, reason: str) -> None:
+    def take_for_down(self, reason: str) -> None:
+        """Let reads do without the store until it answers."""
         if self.down is None:
             self.down = reason
             _log.warning(

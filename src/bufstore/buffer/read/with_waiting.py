@@ -45,6 +45,7 @@ class WithWaiting(Generic[S]):
         )
 
     async def answers(self) -> None:
+        await self._restored.prepared()
         await self._reader.answers()
         await self._restored.counts_since(self._restored.era)
 
