@@ -108,10 +108,12 @@ async def test_status_and_doctor_say_when_the_log_will_be_full(deployment: Deplo
 
 
 @pytest.mark.long  # fifteen seconds of timeouts
-def test_status_without_postgres_shows_the_log(own_servers: Servers) -> None:
+def test_without_postgres_status_shows_the_log_and_a_flush_says_why_it_waited(own_servers: Servers) -> None:
     addresses = {"BUFSTORE_NATS": own_servers.nats.url, "BUFSTORE_POSTGRES": own_servers.postgres.dsn}
     assert bufstore_cli("import", "-", stdin=lines_of([("t", [1])]), **addresses).code == 0
     own_servers.postgres.stop()
+    result = bufstore_cli("flush", "--all", "--timeout", 10, **addresses)
+    assert (result.code, "which entries wait: no connection to Postgres" in result.err) == (2, True), result
     result = bufstore_cli("status", "--json", **addresses)
     assert result.code == 2, result
     assert (result.json["ok"], result.json["lag"], result.json["quarantined"]) == (False, None, None)

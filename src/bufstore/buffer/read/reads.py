@@ -229,7 +229,7 @@ class Reads(Generic[S]):
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            reason = "Postgres did not say in time which entries wait"
+            reason = "Postgres did not say in time which entries wait" + (f": {self.down}" if self.down else "")
             raise FlushTimeout(thread_id, target=0, flushed=0, reason=reason) from None
 
     async def joined(self, thread_id: str, *, proven: bool = False) -> tuple[S, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
 
@@ -114,9 +113,10 @@ class StoreWatch(Generic[S]):
             while not await self._done(asked, deadline, self._patience):
                 late = asyncio.get_running_loop().time() >= deadline
                 if late or self.down is not None:
-                    reason = self.down or "it did not answer within BufferConfig.read_timeout_s"
-                    raise StoreUnavailable(f"only Postgres has the state of thread {thread_id!r}: {reason}")
+                    raise StoreUnavailable(self.down or "it did not answer within BufferConfig.read_timeout_s")
             return asked.result()
+        except StoreUnavailable as e:
+            raise StoreUnavailable(f"only Postgres has the state of thread {thread_id!r}: {e}") from e
         finally:
             self.let_go(asked)
 
@@ -156,7 +156,7 @@ class StoreWatch(Generic[S]):
             else:
                 self.take_for_down("it did not answer in time")
         except Exception as e:
-            self.take_for_down(str(e) if isinstance(e, BufstoreError) else type(e).__name__)
+            self.take_for_down(_why(e))
         finally:
             self.let_go(asked)
 
@@ -181,9 +181,16 @@ class StoreWatch(Generic[S]):
 
     async def _look_for_store(self) -> None:
         while self.down is not None:
-            with contextlib.suppress(Exception):  # whatever an app's store raises means that it is not back yet
+            try:
                 await self._reader.answers()
+            except Exception as e:  # whatever an app's store raises means that it is not back yet
+                self.down = _why(e)
+            else:
                 self.down = None
                 _log.info("Postgres answers again; reads use it", extra={"action": "store_up"})
                 return
             await asyncio.sleep(_PROBE_INTERVAL_S)
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, BufstoreError) else type(error).__name__
