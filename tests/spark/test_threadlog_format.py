@@ -384,6 +384,39 @@ async def test_a_view_of_sql(spark: Any, deployment: Deployment) -> None:
     assert {row.thread_id: row.version for row in await asyncio.to_thread(asked)} == dict.fromkeys(threads, 2)
 
 
+async def test_a_dataframe_and_a_view_keep_the_range_of_their_first_action(spark: Any, deployment: Deployment) -> None:
+    """Spark asks a source in Python once for what all their queries read; for a table of a catalog, in each query."""
+    deployment.verified = False
+    threads, name = [fresh()], deployment.name
+    await written(deployment, threads, range(2))
+    given = read_options(deployment)
+    options = ", ".join(f"{name} '{value}'" for name, value in given.items())
+    login = given.pop("natsUrl")
+    kept = ", ".join(f"{name} '{value}'" for name, value in (given | {"nats": "nats://" + login.split("@")[1]}).items())
+    frame = read(spark, deployment)
+
+    def counts() -> list[int]:
+        of_view = spark.sql(f"SELECT * FROM {name}").count()
+        of_table = spark.sql(f"SELECT * FROM log_{name} WITH (natsUrl = '{login}')").count()
+        return [frame.count(), of_view, of_table, read(spark, deployment).count()]
+
+    def make() -> None:
+        spark.sql(f"CREATE TEMPORARY VIEW {name} USING threadlog OPTIONS ({options})")
+        spark.sql(f"CREATE TABLE log_{name} USING threadlog OPTIONS ({kept})")
+
+    await asyncio.to_thread(make)
+    try:
+        assert await asyncio.to_thread(counts) == [2, 2, 2, 2]
+        await written(deployment, threads, range(2, 5))
+        assert await asyncio.to_thread(counts) == [2, 2, 5, 5]
+        await purge(deployment, 4)
+        with pytest.raises(Exception, match="load it anew"):
+            await asyncio.to_thread(frame.count)
+    finally:
+        spark.catalog.dropTempView(name)
+        spark.sql(f"DROP TABLE log_{name}")
+
+
 async def test_a_wrong_option_is_named(spark: Any, deployment: Deployment) -> None:
     await prepared(deployment)
     for option, value in {

@@ -149,7 +149,10 @@ async def messages(
             yield reads
     _check_same(await patiently(partial(reader.look, reached=part.start), timeout_s), part)
     if fails and (lost := await patiently(partial(_lost, reader, log, holes, part.end), timeout_s)) is not None:
-        raise DataLoss(f"message {lost} was purged before it was read: retention is shorter than this read took")
+        raise DataLoss(
+            f"message {lost} was purged before it was read: retention is shorter than the time since the read was "
+            "planned (a DataFrame, or view, keeps the range of its first action: load it anew)"
+        )
 
 
 def _check_same(log: LogState, part: Range) -> None:
