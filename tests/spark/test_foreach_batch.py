@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
 import pytest
+from pyspark.errors import PySparkException
 
 from bufstore import ConfigError, InvalidRecord, Run, RunStatus
 from bufstore.spark import SinkConfig, checkpoint_sink
@@ -132,6 +135,19 @@ async def test_bad_rows_end_the_batch_and_the_others_are_written(
     assert await held(deployment, [good]) == {good: [0, 1, 2]}
     await asyncio.to_thread(checkpoint_sink(replace(config, bad_rows="quarantine")), df, 0)
     assert await held(deployment, [good]) == {good: [0, 1, 2]}
+
+
+def test_rows_that_spark_does_not_forget_hide_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of Connect has errors of its own, and may have no Py4J (`pyspark-client`)."""
+
+    def unpersist() -> None:
+        raise PySparkException("the session is closed")
+
+    rows = _Rows.__new__(_Rows)
+    monkeypatch.setattr(rows, "_owned", SimpleNamespace(unpersist=unpersist), raising=False)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "py4j.protocol", None)
+        rows.forget()
 
 
 #: A zone where 0001-01-01 of UTC is before Python's first year, and a name that Python does not know.

@@ -137,10 +137,9 @@ class _Rows:
         return [key for keys in outcomes(self._owned, _key_task, list[RowKey]) for key in keys]
 
     def forget(self) -> None:
-        from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-
-        # Spark itself forgets the rows of a query that was stopped, and the error that ends the batch says more.
-        with suppress(Py4JError):
+        # Spark itself forgets the rows of a query that was stopped, and the error that ends the batch says more. On
+        # Connect, the error of a call that fails is another one, and a client of Connect has no Py4J.
+        with suppress(Exception):
             self._owned.unpersist()
 
 
