@@ -345,6 +345,8 @@ class NatsStream:
             config = (await self.info(max(timeout_s, 0.1))).get("config") or {}
         except StreamMissing:
             return StreamMissing(f"stream {self.name} is gone")
+        except ConfigError as e:  # JetStream was switched off
+            return _NobodyReads(f"nobody answers reads of stream {self.name}: {e}")
         except BufstoreError:
             return None
         if config.get("allow_direct"):

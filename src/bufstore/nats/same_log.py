@@ -36,7 +36,7 @@ _looking: ContextVar[bool] = ContextVar("looking", default=False)
 
 
 class Unproven(nats.errors.Error):
-    """The log shown is old or missing, and no node has proved that it leads."""
+    """The log shown is old or missing, and no node has proved that it leads; or no JetStream shows one."""
 
 
 class SameLog:
@@ -175,7 +175,11 @@ async def _ask(client: Client, subject: str) -> Answer:
     pause = AGAIN_S
     async with asyncio.timeout(_ASK_S):
         while True:
-            with contextlib.suppress(nats.errors.TimeoutError):
+            try:
                 answer = await client.request(subject, b"", timeout=pause)
+            except nats.errors.NoRespondersError:
+                raise Unproven("JetStream does not answer on this server: it is switched off, or starting") from None
+            except nats.errors.TimeoutError:
+                pause *= 2
+            else:
                 return answer_of(answer.data)
-            pause *= 2
