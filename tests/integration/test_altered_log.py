@@ -1,4 +1,4 @@
-"""A log whose settings somebody changes beside the processes that use it."""
+"""A stream whose settings somebody changes beside the processes that use it: of a log, a mailbox, exclusive work."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 
-from bufstore import BufferedThreadStore, ConfigDrift, Health, LogUnavailable
+from bufstore import BufferedThreadStore, ConfigDrift, Health, LogUnavailable, OutcomeUnknown
+from bufstore.embedded import Servers
+from bufstore.jetstream.stream import NatsStream
+from bufstore.mailbox import NatsMailboxStore
+from bufstore.mailbox.sweeper import Sweeper
+from bufstore.tokens import ExclusiveWork, TokensConfig
 from command_line import bufstore_cli, where
 from conftest import Deployment
-from helpers import eventually, healthy, query, run_of, said
+from helpers import eventually, fresh, healthy, query, run_of, said
+from mailboxes import Mailboxes
 
 
-async def _changed(store: BufferedThreadStore, name: str, change: dict[str, Any]) -> dict[str, Any]:
+async def _changed(of: BufferedThreadStore | NatsStream, name: str, change: dict[str, Any]) -> dict[str, Any]:
     """Change settings of a stream; return those from before."""
-    api = store.buffer.session.stream.api
+    api = (of if isinstance(of, NatsStream) else of.buffer.session.stream).api
     before: dict[str, Any] = (await api(f"STREAM.INFO.{name}"))["config"]
     await api(f"STREAM.UPDATE.{name}", before | change)
     return before
@@ -121,12 +127,16 @@ async def test_status_says_what_was_changed_of_the_log_and_that_postgres_answers
 
 @pytest.mark.parametrize("change", [{"subjects": ["elsewhere.>"]}, {"allow_direct": False}], ids=["subjects", "direct"])
 async def test_a_write_that_an_altered_log_does_not_take_says_why(
-    deployment: Deployment, change: dict[str, Any]
+    deployment: Deployment, change: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with deployment.store(flusher=False) as app:
+    async with deployment.store(flusher=False, append_timeout_s=5.0) as app:
         before = await _changed(app, deployment.log.stream, change)
-        with pytest.raises(LogUnavailable, match=rf"(?s)nats stream edit {deployment.log.stream}"):
+        with pytest.raises((LogUnavailable, OutcomeUnknown)) as caught:
             await app.checkpoint("t", [said(0)], run_of("t"))
+        advice = f"nats stream edit {deployment.log.stream}"
+        if isinstance(caught.value, LogUnavailable):  # else the last try was on its way when the connection was left
+            assert advice in str(caught.value)
+        assert advice in next(r for r in caplog.records if getattr(r, "action", "") == "log_altered").getMessage()
         await app.buffer.session.stream.api(f"STREAM.UPDATE.{deployment.log.stream}", before)
         await app.checkpoint("t", [said(0)], run_of("t"))
 
@@ -153,3 +163,57 @@ async def test_another_log_of_the_same_name_is_compared_again(deployment: Deploy
         async with deployment.store():
             with pytest.raises(ConfigDrift, match="partitions is '16'"):
                 await left.buffer.log.epoch()
+
+
+def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "stream_altered"]
+
+
+async def test_a_sweeper_says_once_that_its_mailbox_may_lose_dispatches(
+    on_nats: Mailboxes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with on_nats.open(1) as (mailbox,):
+        assert isinstance(mailbox, NatsMailboxStore)
+        bucket, stream = f"KV_{on_nats.name}", mailbox.backend._stream
+        before = await _changed(stream, bucket, {"max_age": 3600 * 10**9})
+        sweeper = Sweeper(mailbox)
+        await sweeper.sweep()
+        await sweeper.sweep()
+        (told,) = _told(caplog)
+        assert f"stream {bucket}: max_age is 3600000000000" in told
+        assert f"nats stream edit {bucket}" in told
+        await _changed(stream, bucket, {"max_age": before["max_age"], "max_bytes": 2 * before["max_bytes"]})
+        await sweeper.sweep()
+        assert len(_told(caplog)) == 1
+
+
+async def test_a_worker_says_once_that_its_items_may_be_lost(
+    servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = TokensConfig(name=fresh("work"))
+    async with await ExclusiveWork.open(servers.nats.url, config) as work:
+        await _changed(work._items, f"{config.name}-items", {"max_age": 3600 * 10**9})
+        await work.statistics()
+        await work.statistics()
+        (told,) = _told(caplog)
+        assert f"stream {config.name}-items: max_age is 3600000000000" in told
+
+
+async def test_streams_that_answer_no_write_are_refused(servers: Servers, on_nats: Mailboxes) -> None:
+    config = TokensConfig(name=fresh("work"))
+    async with await ExclusiveWork.open(servers.nats.url, config) as work, on_nats.open(1) as (mailbox,):
+        assert isinstance(mailbox, NatsMailboxStore)
+        for stream, name in (
+            (work._items, f"{config.name}-items"),
+            (work._fences, f"{config.name}-fence"),
+            (mailbox.backend._stream, f"KV_{on_nats.name}"),
+        ):
+            before = await _changed(stream, name, {"no_ack": True})
+            with pytest.raises(ConfigDrift, match="no_ack"):
+                if name.startswith("KV_"):
+                    async with on_nats.open(1):
+                        pass
+                else:
+                    await ExclusiveWork.open(servers.nats.url, config)
+            await stream.api(f"STREAM.UPDATE.{name}", before)
+        await (await ExclusiveWork.open(servers.nats.url, config)).aclose()

@@ -7,6 +7,11 @@ from typing import Any
 
 from bufstore.errors import ConfigDrift
 
+#: Settings that must be unset: with them no write is answered, or none arrives where it is looked for.
+UNSET: Mapping[str, Any] = {"no_ack": False, "subject_transform": {}}
+#: Settings that may be changed beside running processes: more room, or other nodes.
+FREE = ("max_bytes", "placement")
+
 
 def check(
     what: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ours: str, edit: str, *, way_out: str = ""

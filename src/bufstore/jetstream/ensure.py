@@ -6,7 +6,7 @@ import time
 from datetime import datetime
 from typing import Any
 
-from bufstore.jetstream.drift import check
+from bufstore.jetstream.drift import FREE, UNSET, check
 from bufstore.jetstream.errors import ConsumerMissing, StreamMissing, StreamTaken
 from bufstore.jetstream.stream import NatsStream
 
@@ -41,7 +41,11 @@ async def ensure_stream(
             info = await stream.api(f"STREAM.CREATE.{name}", made)
         except StreamTaken:  # by another process just now
             info = await stream.info()
-    check(f"stream {name}", wanted, info["config"], ours, f"nats stream edit {name}")
+    what, edit = f"stream {name}", f"nats stream edit {name}"
+    check(what, UNSET, info["config"], "", edit)
+    check(what, wanted, info["config"], ours, edit)
+    stays = {**UNSET, **{field: value for field, value in wanted.items() if field not in FREE}}
+    stream.watch_settings(lambda found: check(what, stays, found, "", edit))
     # Use the later of two clocks: the creator's may be behind that of whoever created the earlier stream. Every process
     # does this before its first write, so the purge removes nothing.
     first = first_token(int(1000 * seconds(info["created"])))

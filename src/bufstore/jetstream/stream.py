@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
 import nats.errors
 
-from bufstore.errors import BufstoreError, ConfigError, LogUnavailable, TooLarge
+from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogUnavailable, TooLarge
 from bufstore.jetstream import frames
 from bufstore.jetstream.answers import NO_ANSWER, Answer, answer_of
 from bufstore.jetstream.connection import Connection
@@ -30,8 +30,11 @@ from bufstore.jetstream.portions import portions
 from bufstore.jetstream.posted import Posted
 from bufstore.jetstream.questions import Doubt
 from bufstore.jetstream.server_version import check_version
+from bufstore.log_lines import LogLines
 from bufstore.shared_call import SharedCall
 from bufstore.tasks import ended_within
+
+_log = LogLines(__name__)
 
 #: How long a leader may take to prove that it leads, in seconds.
 _PROOF_S = 5.0
@@ -84,6 +87,9 @@ class NatsStream:
         #: its writer checks what is there. One proof is enough for all writes that were refused meanwhile.
         leads = self._remove_nothing if consumed_whole else lambda: self.prove(f"{name}.unused", _PROOF_S)
         self._doubt = Doubt(_is_refused, SharedCall(leads)) if self.replicated else None
+        #: See `watch_settings`; and what it found at the last look.
+        self._check_settings: Callable[[Mapping[str, Any]], None] | None = None
+        self._altered = ""
         connection.on_connect(check_version)
 
     @property
@@ -266,7 +272,20 @@ class NatsStream:
 
     async def info(self, timeout_s: float = 5.0) -> Answer:
         """Return what the server says of the stream."""
-        return await self.api(f"STREAM.INFO.{self.name}", timeout_s=timeout_s)
+        info = await self.api(f"STREAM.INFO.{self.name}", timeout_s=timeout_s)
+        if self._check_settings is not None:
+            before, self._altered = self._altered, ""
+            try:
+                self._check_settings(info["config"])
+            except ConfigDrift as e:
+                self._altered = str(e)
+                if self._altered != before:
+                    _log.error("a stream's settings were changed: %s", e, extra={"action": "stream_altered"})
+        return info
+
+    def watch_settings(self, check: Callable[[Mapping[str, Any]], None]) -> None:
+        """Log it once when somebody changes the settings beside this process. `check` raises ConfigDrift."""
+        self._check_settings = check
 
     async def consumer(self, name: str, timeout_s: float = 5.0) -> Answer:
         """Return what the server says of a consumer of the stream. Raises ConsumerMissing."""

@@ -83,7 +83,7 @@ class NatsLog(NatsStream):
         #: The epoch and target of the log whose settings were found to be as configured; None: that was not asked yet.
         self._accepted: tuple[int, Target] | None = None
         self._generation_start = 1
-        self._altered = UNALTERED
+        self._changed = UNALTERED
         self._windows = Windows.of(config.log)
         self._target: Target | None = None
         #: The number of times that the process has connected.
@@ -114,14 +114,14 @@ class NatsLog(NatsStream):
 
     def _see(self, found: Mapping[str, Any]) -> None:
         """Note what somebody has changed of the log's settings."""
-        before, self._altered = self._altered, altered(self._config.log, found)
+        before, self._changed = self._changed, altered(self._config.log, found)
         # Who has not opened the log may not know its settings; who opens it is told by an error.
-        if self._accepted is not None and self._altered.why not in ("", before.why):
-            _log.error("the log's settings were changed: %s", self._altered.why, extra={"action": "log_altered"})
+        if self._accepted is not None and self._changed.why not in ("", before.why):
+            _log.error("the log's settings were changed: %s", self._changed.why, extra={"action": "log_altered"})
 
     @property
     def altered(self) -> Altered:
-        return self._altered
+        return self._changed
 
     async def _look(self, timeout_s: float = 5.0) -> dict[str, Any]:
         info = await self.info(timeout_s)

@@ -16,7 +16,7 @@ from bufstore.buffer.windows import Windows
 from bufstore.config import LogConfig
 from bufstore.errors import ConfigDrift, ConfigError, LogRolledBack
 from bufstore.jetstream.buckets import bucket, storage
-from bufstore.jetstream.drift import check
+from bufstore.jetstream.drift import FREE, UNSET, check
 from bufstore.jetstream.errors import StreamMissing, StreamTaken
 from bufstore.jetstream.stream import NatsStream
 
@@ -31,14 +31,10 @@ _TARGET = ("domain", "store", "target")
 #: How entries stand in the stream: many in one message (docs/adr/0027). Earlier, each was a message of its own.
 _FORM = "groups"
 
-#: Settings that must be unset: with them no write is answered, or none arrives where it is looked for.
-_UNSET: Mapping[str, Any] = {"no_ack": False, "subject_transform": {}}
 #: Settings of a log that decide what leaves it by itself: nothing may.
 _KEEPS_ALL: Mapping[str, Any] = {"discard": "new", "max_age": 0, "max_msgs": -1, "max_msgs_per_subject": -1}
 #: Settings of a log with which it takes no writes when they are changed. (Without direct reads no thread is looked up.)
-_STOP_WRITES = ("sealed", "allow_direct", *_UNSET)
-#: Settings that may be changed beside running processes: more room, or other nodes.
-_FREE = ("max_bytes", "placement")
+_STOP_WRITES = ("sealed", "allow_direct", *UNSET)
 
 
 def epoch_of(found: Mapping[str, Any]) -> int:
@@ -197,7 +193,7 @@ def check_shared_state(config: LogConfig, found: Mapping[str, Any]) -> None:
     check_owner(config, found)
     what, wanted = f"bucket {config.bucket}", bucket(config.bucket, config, max_bytes=-1)
     del wanted["max_bytes"]  # some accounts demand that it has one; then it was made by hand
-    check(what, _UNSET, found, "", f"nats stream edit {wanted['name']}")
+    check(what, UNSET, found, "", f"nats stream edit {wanted['name']}")
     check(what, wanted, found, "LogConfig", f"nats stream edit {wanted['name']}")
 
 
@@ -238,7 +234,7 @@ def altered(config: LogConfig, found: Mapping[str, Any]) -> Altered:
     A repair that has taken the log out of service, and changed metadata, are found elsewhere.
     """
     wanted = stream_config(config, 0, Target("", "", ""))
-    for field in _FREE:
+    for field in FREE:
         wanted.pop(field, None)
     drifts = () if is_withdrawn(config, found) else tuple(_drifts(config, found, wanted))
     if not drifts:
@@ -273,7 +269,7 @@ def _drifts(config: LogConfig, found: Mapping[str, Any], wanted: Mapping[str, An
         return
     lost = f"Entries may leave the log before they are flushed, and be lost: change it back at once (`{edit}`)."
     chosen = {field: wanted[field] for field in wanted if field not in ("first_seq", "metadata", *_KEEPS_ALL)}
-    for fields, ours, way_out in ((_UNSET, "", ""), (_KEEPS_ALL, "", lost), (chosen, "LogConfig", "")):
+    for fields, ours, way_out in ((UNSET, "", ""), (_KEEPS_ALL, "", lost), (chosen, "LogConfig", "")):
         for field, value in fields.items():
             try:
                 check(what, {field: value}, found, ours, edit, way_out=way_out)
