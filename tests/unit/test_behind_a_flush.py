@@ -223,3 +223,30 @@ def test_a_question_that_falls_silent_holds_up_nobody_else() -> None:
         await watch.aclose()
 
     run(main())
+
+
+def test_an_answer_of_the_store_counts_although_the_question_whether_it_is_away_hangs() -> None:
+    """Regression: whoever waited for the answer waited for that question, too, and had no answer after its time."""
+
+    class Busy:
+        """A store that answers one question, and then nobody who asks whether it is there."""
+
+        def __init__(self) -> None:
+            self.probed = asyncio.Event()
+
+        async def answers(self) -> None:
+            self.probed.set()
+            await asyncio.sleep(30)
+
+    async def main() -> None:
+        store = Busy()
+        watch: StoreWatch[Any] = StoreWatch(cast(Any, store), 10.0)  # it waits for two seconds for `answers`
+
+        async def answer() -> str:
+            await store.probed.wait()
+            return "the answer"
+
+        assert await watch.in_time(answer(), 2.5) == "the answer"
+        await watch.aclose()
+
+    run(main())

@@ -98,7 +98,8 @@ class StoreWatch(Generic[S]):
         try:
             async with asyncio.timeout(timeout_s):
                 while not (await asyncio.wait([asked], timeout=self._patience / 2))[0]:
-                    await self._is_down()
+                    if not self._closed:
+                        self._asking()  # not awaited: it may take longer than the answer
         except TimeoutError:
             raise StoreUnavailable(self.reason) from None
         finally:
@@ -143,10 +144,14 @@ class StoreWatch(Generic[S]):
 
         Raises Closed, and StoreUnavailable when somebody cancels it.
         """
+        await unless_closed(self._asking(), lambda: self._closed, StoreUnavailable)
+        return self.down is not None
+
+    def _asking(self) -> asyncio.Task[None]:
+        """Return the small query that is under way; begin it if none is."""
         if self._question is None or self._question.done():
             self._question = spawn(self._ask_little(), name="bufstore-store-question")
-        await unless_closed(self._question, lambda: self._closed, StoreUnavailable)
-        return self.down is not None
+        return self._question
 
     async def _ask_little(self) -> None:
         asked = spawn(self._reader.answers(), name="bufstore-store-ping")
