@@ -354,6 +354,7 @@ def test_a_log_that_went_back_and_grew_again_is_refused_before_anything_is_sent(
         assert isinstance(await wrote(one, "a", second), (LogRolledBack, Conflict))  # type: ignore[arg-type]
         assert isinstance(await wrote(one, "c"), LogRolledBack)
         assert world.stream.messages == before
+        assert one.log.refused is not None, "what it shows is not read either"
         one.log._refused = None
         assert await one.tail.last_seen.mismatch(), "it is not taken again as it is"
         for process in (one, two):
