@@ -20,7 +20,7 @@ from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore, Postgr
 from bufstore.langgraph import engine as engine_of
 from bufstore.langgraph.folded import Folded
 from bufstore.langgraph.history import thin
-from bufstore.langgraph.model import BlobKey, CheckpointRow, Put
+from bufstore.langgraph.model import BlobKey, BlobRow, CheckpointRow, Put
 from bufstore.langgraph.outlines import all_but_latest, drop_of, within
 from bufstore.langgraph.payload import encode_payload
 from bufstore.langgraph.protocol import Outline
@@ -286,6 +286,40 @@ def test_a_circle_of_parents_ends() -> None:
     thin(folded, "latest")
     assert [row.id for row in folded.rows.checkpoints.values()] == ["c"]
     assert folded.rows.checkpoints["", "c"].parent is None
+
+
+def _three(*metadata: bytes) -> Folded:
+    """Three checkpoints of one flush, each on the one before; the second and third name the same value."""
+    puts = [
+        Put(CheckpointRow("", i, parent, b'{"v":4,"channel_versions":{"a":"%d"}}' % version, about), blobs)
+        for i, parent, version, blobs, about in (
+            ("1", None, 1, [BlobRow("", "a", "1", "msgpack", b"one")], metadata[0]),
+            ("2", "1", 2, [BlobRow("", "a", "2", "msgpack", b"two")], metadata[1]),
+            ("3", "2", 2, [], metadata[2]),
+        )
+    ]
+    return Folded("t", puts)
+
+
+@pytest.mark.parametrize("history", ["latest", "run"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_one_checkpoint_with_a_delta_channel_keeps_the_history_of_all(history: Any, which: int) -> None:
+    """The values of the others may stand in it, whether they say so or not."""
+    metadata = [b"{}", b"{}", b"{}"]
+    metadata[which] = b'{"counters_since_delta_snapshot":{"a":[1,1]}}'
+    folded = _three(*metadata)
+    thin(folded, history)
+    assert [row.id for row in folded.rows.checkpoints.values()] == ["1", "2", "3"]
+    assert len(folded.rows.blobs) == 2
+
+
+def test_values_go_with_the_last_checkpoint_that_names_them() -> None:
+    everything, newest = _three(b"{}", b"{}", b"{}"), _three(b"{}", b"{}", b"{}")
+    thin(everything, "all")
+    assert (len(everything.rows.checkpoints), len(everything.rows.blobs)) == (3, 2)
+    thin(newest, "latest")
+    assert [row.id for row in newest.rows.checkpoints.values()] == ["3"]
+    assert [blob.blob for blob in newest.rows.blobs.values()] == [b"two"]
 
 
 def test_a_mode_that_there_is_not_is_refused() -> None:
