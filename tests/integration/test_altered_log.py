@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bufstore import BufferedThreadStore, ConfigDrift, Health, LogUnavailable, OutcomeUnknown
+from bufstore import BufferedThreadStore, ConfigDrift, ConfigError, Health, LogUnavailable, OutcomeUnknown
 from bufstore.embedded import Servers
 from bufstore.jetstream.stream import NatsStream
 from bufstore.mailbox import NatsMailboxStore
@@ -16,7 +16,7 @@ from bufstore.mailbox.sweeper import Sweeper
 from bufstore.tokens import ExclusiveWork, TokensConfig
 from command_line import bufstore_cli, where
 from conftest import Deployment
-from helpers import eventually, fresh, healthy, query, run_of, said
+from helpers import eventually, fresh, healthy, query, run_of, said, writable
 from mailboxes import Mailboxes
 
 
@@ -163,6 +163,27 @@ async def test_another_log_of_the_same_name_is_compared_again(deployment: Deploy
         async with deployment.store():
             with pytest.raises(ConfigDrift, match="partitions is '16'"):
                 await left.buffer.log.epoch()
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_msg_size": 10}, {"subjects": ["elsewhere.>"]}], ids=["max_msg_size", "subjects"]
+)
+async def test_a_bucket_that_refuses_new_runs_shows_in_health_by_name_until_it_takes_them(
+    deployment: Deployment, change: dict[str, Any]
+) -> None:
+    async with deployment.store() as store, deployment.store(flusher=False) as app:
+        await app.checkpoint("t", [said(0)], run_of("t"))
+        await app.force_flush_all()
+        bucket = f"KV_{deployment.log.bucket}"
+        before = await _changed(store, bucket, change)
+        with pytest.raises(ConfigError, match=bucket) as caught:
+            await app.checkpoint("t", [said(0), said(1)], run_of("t", 1))
+        found = await app.health()
+        assert (found.can_write, found.write_trouble) == (False, str(caught.value))
+        await store.buffer.session.stream.api(f"STREAM.UPDATE.{bucket}", before)
+        await app.checkpoint("t", [said(0), said(1)], run_of("t", 1))
+        await writable(app)
+        await healthy(store)
 
 
 def _told(caplog: pytest.LogCaptureFixture) -> list[str]:

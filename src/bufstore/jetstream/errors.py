@@ -73,8 +73,9 @@ class StorageFailed(LogUnavailable):
 class TooManyMessages(LogFull):
     """The stream holds as many messages as somebody else has set."""
 
-    def __init__(self, said: str) -> None:
-        super().__init__(f"the stream has a max_msgs, which bufstore does not set ({said}): set it to -1")
+    def __init__(self, said: str, stream: str = "") -> None:
+        of = f"stream {stream}" if stream else "the stream"
+        super().__init__(f"{of} has a max_msgs, which bufstore does not set ({said}): set it to -1")
 
 
 class MessageTooLarge(LogUnavailable):
@@ -125,8 +126,6 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10002: lambda e: StorageFull(e.description),
     10047: lambda e: StorageFull(e.description),
     10023: lambda e: StorageFull(e.description),
-    10054: lambda e: ConfigError(f"the stream has a max_msg_size: {e.description}"),
-    10174: lambda e: ConfigError(f"the stream does not allow atomic batches: {e.description}"),
     10175: lambda e: BatchRefused(e.description),  # sequence missing
     10176: lambda e: BatchRefused(e.description),  # incomplete, e.g. abandoned for being idle
     10177: lambda e: BatchRefused(e.description),  # a header that batches do not support
@@ -152,7 +151,6 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10121: lambda e: ConfigError(f"raise max_ack_pending of the server or the account: {e.description}"),
     10148: lambda e: ConfigError(f"a consumer of this name has other settings: {e.description}"),
     10165: lambda e: ConfigError(f"a time to live must be whole seconds, at least one: {e.description}"),
-    10166: lambda e: ConfigError(f"the stream allows no time to live per message: {e.description}"),
     10059: lambda e: StreamMissing(e.description),
     10014: lambda e: ConsumerMissing(e.description),
     10076: lambda e: ConfigError("JetStream is not enabled on the server"),
@@ -162,11 +160,23 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
 }
 
 
+#: Settings of a stream that somebody has changed since, or that were forgotten when it was made by hand.
+_SETTINGS = {
+    10054: "has a max_msg_size",
+    10166: "allows no time to live per message",
+    10174: "does not allow atomic batches",
+}
+
+
 def to_error(e: ApiError, stream: str) -> Exception:
     """Return the exception for an error answer about a stream. Each error answer means that nothing was stored."""
+    if (setting := _SETTINGS.get(e.err_code)) is not None:
+        return ConfigError(f"stream {stream} {setting} ({e.description}): change that (`nats stream edit {stream}`)")
     make = _TABLE.get(e.err_code)
     if make is not None:
         error = make(e)
+        if isinstance(error, TooManyMessages):
+            return TooManyMessages(e.description, stream)
         return LogFull(f"stream {stream} is full: {e.description}") if type(error) is LogFull else error
     if e.code == 429 or e.code >= 500:  # a stream that is offline, an error of the consensus: these may pass
         return LogUnavailable(f"NATS: {e.description} ({e.err_code})")

@@ -71,6 +71,10 @@ class MemorySharedState:
         self.calls = 0
         self.unregistered = ""
 
+    @property
+    def refused(self) -> str:
+        return ""
+
     async def _turn(self) -> MemoryBucket:
         """Return the bucket, a turn of the event loop later."""
         self.calls += 1

@@ -54,6 +54,8 @@ _RESERVED = 8
 #: The bucket's room is read again after this many seconds, or when one part in this many of the room is taken: then
 #: this many processes at once leave the reserved part alone.
 _LOOK_S, _WRITERS = 5.0, 64
+#: How long a bucket counts as one that takes no new runs after it refused one.
+_REFUSED_FOR_S = 10.0
 #: The bytes that a run's record takes besides its subject and its body.
 _RUN_BYTES = 150
 
@@ -79,6 +81,8 @@ class NatsSharedState:
         self._subscriptions = Subscriptions(connection)
         self._room = _Room(self._stream)
         self.unregistered = ""
+        #: Why the last claim was refused, and when, by the loop's time.
+        self._refused, self._refused_at = "", float("-inf")
         #: Whether the bucket is in doubt: a claim was sent and waited in vain, and nothing was stored since. The last
         #: write was stored at the loop's time `_stored_at`.
         self._silent, self._stored_at = False, float("-inf")
@@ -107,7 +111,20 @@ class NatsSharedState:
         await end(self._probe)
         await self._writes.aclose()
 
+    @property
+    def refused(self) -> str:
+        return self._refused if asyncio.get_running_loop().time() - self._refused_at < _REFUSED_FOR_S else ""
+
     async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
+        try:
+            owner = await self._owner_of(run_id, thread_id, timeout_s)
+        except ConfigError as e:
+            self._refused, self._refused_at = str(e), asyncio.get_running_loop().time()
+            raise
+        self._refused = ""
+        return owner
+
+    async def _owner_of(self, run_id: str, thread_id: str, timeout_s: float) -> str:
         until = asyncio.get_running_loop().time() + timeout_s
         subject = f"{self._keys}run.{token(run_id)}"
         if self._resumed:

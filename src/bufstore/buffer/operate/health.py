@@ -219,7 +219,7 @@ class Vitals:
             # A store that cannot be reached says why before the time is over.
             store=down or store if store == _SILENT else store,
             flusher=flusher,
-            full=full or self._appender.refused or self._session.log.trouble,
+            full=full or self._appender.refused or shared.refused or self._session.log.trouble,
             behind=behind or self._reads.refused or unread(down),
             unregistered=shared.unregistered,
             altered=self._session.log.altered,

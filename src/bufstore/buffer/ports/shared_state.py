@@ -17,6 +17,10 @@ class SharedState(Protocol):
     #: Why this process's last new run was not registered; empty if it was.
     unregistered: str
 
+    @property
+    def refused(self) -> str:
+        """Why the last new run was refused, if that was not long ago and somebody has to mend it; else empty."""
+
     async def check(self) -> None:
         """Raise ConfigDrift when the shared state is another log's. With several lanes, the first one checks all.
 
