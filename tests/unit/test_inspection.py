@@ -16,7 +16,7 @@ from unit.test_buffered_in_memory import instance
 
 
 def test_a_log_that_goes_away_during_a_look_is_no_trouble_of_postgres(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def away(*_: Any) -> None:
+    async def away(*_: Any, **__: Any) -> None:
         raise LogUnavailable("the link is cut")
 
     async def main() -> None:
