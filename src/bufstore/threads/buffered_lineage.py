@@ -112,9 +112,9 @@ class BufferedLineage:
     async def admit(self, run: Run) -> None:
         """Check the parent that a run names, and claim its id, before a checkpoint of it.
 
-        When only Postgres knows the parent and it is away, or the lane of the parent or of the record is away or full,
-        or changes of lineage take all of ``read_timeout_s``, nothing is checked: the checkpoint is more important.
-        Raises LineageError if the run names a parent that its thread cannot have, AlreadyExists.
+        When only Postgres knows the parent and is away or refuses to tell, or the lane of the parent or of the record is
+        away or full, or changes of lineage take all of ``read_timeout_s``, nothing is checked: the checkpoint is more
+        important. Raises LineageError if the run names a parent that its thread cannot have, AlreadyExists.
         """
         if run.parent_thread_id is not None:
             await self._surely((run.thread_id, run.parent_thread_id), partial(self._check_named, run))
