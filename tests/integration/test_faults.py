@@ -182,6 +182,37 @@ async def test_an_app_that_began_in_an_outage_with_the_wrong_database_is_told_th
         assert await _read(store, "t", Consistency.EVENTUAL) == [["before", "after"]]
 
 
+@pytest.mark.long  # a start without Postgres
+async def test_a_flush_asked_of_an_app_that_began_in_an_outage_rides_out_the_rest_of_it(own_servers: Servers) -> None:
+    deployment = Deployment(own_servers)
+    async with deployment.store() as store:
+        await store.checkpoint("t", ["before"], run_of("t"))
+        await store.force_flush_all()
+    own_servers.postgres.stop()
+    async with deployment.store(flusher=False, read_timeout_s=30.0) as store:
+        restored, failed = store.buffer.reads.restored, 0
+        prepare = restored.prepare
+        assert prepare is not None
+
+        async def counted() -> None:
+            nonlocal failed
+            failed += 1
+            await prepare()
+            failed = 0
+
+        async def still_away() -> bool:
+            return failed >= 5
+
+        restored.prepare = counted
+        calls = [
+            asyncio.create_task(store.force_flush("unknown")),
+            asyncio.create_task(store.load_messages("unknown", consistency=Consistency.STRONG)),
+        ]
+        await eventually(still_away)
+        own_servers.postgres.start()
+        assert await asyncio.gather(*calls) == [None, None]
+
+
 class Writers:
     """Writers that append numbers to threads, and their acknowledgements."""
 

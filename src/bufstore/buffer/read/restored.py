@@ -89,7 +89,9 @@ class Restored:
         return self.era == era
 
     async def _compare(self) -> None:
-        await self.prepared()
+        if self.prepare is not None:
+            await self._ledger.setup()  # rides out a restart, as any question does; `prepare` gives up sooner
+            await self.prepared()
         before, (connections, at, floor) = self._fits, (self._ledger.connections, elapsed.now_s(), self._log.floor)
         try:
             reached = await self._reached(floor)
