@@ -112,7 +112,7 @@ class BufferedLineage:
     async def admit(self, run: Run) -> None:
         """Check the parent that a run names, and claim its id, before a checkpoint of it.
 
-        When only Postgres knows the parent and is away or refuses to tell, or the lane of the parent or of the record is
+        If only Postgres knows the parent and is away or refuses to tell, or the lane of the parent or of the record is
         away or full, or changes of lineage take all of ``read_timeout_s``, nothing is checked: the checkpoint is more
         important. Raises LineageError if the run names a parent that its thread cannot have, AlreadyExists.
         """
