@@ -405,3 +405,14 @@ def test_a_log_that_others_purged_while_it_was_refused_is_accepted_again() -> No
         await log.aclose()
 
     run(main())
+
+
+@pytest.mark.parametrize(("api", "says"), [("$JS.API", "on this server: it"), ("$JS.hub.API", "this server has lost")])
+def test_who_finds_nobody_behind_a_leaf_node_is_not_told_to_switch_jetstream_on_there(api: str, says: str) -> None:
+    async def main() -> None:
+        same, cluster = SameLog("THREADLOG", "withdrawn", False), Cluster([nats.errors.NoRespondersError()], [])
+        same.note(1)
+        with pytest.raises(Unproven, match=says):
+            await same.look(cluster, f"{api}.STREAM.INFO.THREADLOG", "barrier")  # type: ignore[arg-type]
+
+    run(main())

@@ -178,8 +178,17 @@ async def _ask(client: Client, subject: str) -> Answer:
             try:
                 answer = await client.request(subject, b"", timeout=pause)
             except nats.errors.NoRespondersError:
-                raise Unproven("JetStream does not answer on this server: it is switched off, or starting") from None
+                raise Unproven(_nobody(subject)) from None
             except nats.errors.TimeoutError:
                 pause *= 2
             else:
                 return answer_of(answer.data)
+
+
+def _nobody(subject: str) -> str:
+    """Return what it means that nobody takes this request of the JetStream API."""
+    api, off = subject.partition(".STREAM.")[0], "it is switched off, or starting"
+    if api == "$JS.API":
+        return f"JetStream does not answer on this server: {off}"
+    # A leaf node, say: it needs no JetStream of its own.
+    return f"JetStream does not answer on {api}: this server has lost the servers that have it, or {off} there"
