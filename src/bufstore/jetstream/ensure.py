@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -44,8 +45,13 @@ async def ensure_stream(
     what, edit = f"stream {name}", f"nats stream edit {name}"
     check(what, UNSET, info["config"], "", edit)
     check(what, wanted, info["config"], ours, edit)
-    stays = {**UNSET, **{field: value for field, value in wanted.items() if field not in FREE}}
-    stream.watch_settings(lambda found: check(what, stays, found, "", edit))
+    stays = {field: value for field, value in wanted.items() if field not in FREE}
+
+    def check_again(found: Mapping[str, Any]) -> None:
+        check(what, UNSET, found, "", edit)
+        check(what, stays, found, ours, edit)
+
+    stream.watch_settings(check_again)
     # Use the later of two clocks: the creator's may be behind that of whoever created the earlier stream. Every process
     # does this before its first write, so the purge removes nothing.
     first = first_token(int(1000 * seconds(info["created"])))
