@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 import bufstore
 from bufstore import (
+    BufferedThreadStore,
     Consistency,
     LogFull,
     LogRolledBack,
@@ -134,16 +135,23 @@ async def _answers(store: Any) -> bool:
     return False
 
 
+@asynccontextmanager
+async def _begun_in_an_outage(deployment: Deployment, inner: Any = None) -> AsyncIterator[BufferedThreadStore]:
+    """An app that began while Postgres is away, and has written; `inner`: its store, None for the deployment's."""
+    async with deployment.store() as store:
+        await store.checkpoint("t", ["before"], run_of("t"))
+    deployment.servers.postgres.stop()
+    async with deployment.store(inner) as store:
+        await store.checkpoint("t", ["before", "after"], run_of("t"))
+        yield store
+
+
 async def test_a_log_that_is_enlarged_in_an_outage_is_flushed_after_it_by_apps_that_began_in_it(
     own_servers: Servers,
 ) -> None:
     """Regression: the app refused the log when Postgres was back, because it looked at its settings once more."""
     deployment = Deployment(own_servers)
-    async with deployment.store() as store:
-        await store.checkpoint("t", ["before"], run_of("t"))
-    own_servers.postgres.stop()
-    async with deployment.store() as store:
-        await store.checkpoint("t", ["before", "after"], run_of("t"))
+    async with _begun_in_an_outage(deployment) as store:
         stream = store.buffer.session.stream
         config = (await stream.info())["config"]
         await stream.api(f"STREAM.UPDATE.{deployment.log.stream}", config | {"max_bytes": 2 * config["max_bytes"]})
@@ -159,12 +167,8 @@ async def test_an_app_that_began_in_an_outage_with_the_wrong_database_is_told_th
 ) -> None:
     """Regression: it was told to repair the log, which is as it should be."""
     deployment = Deployment(own_servers)
-    async with deployment.store() as store:
-        await store.checkpoint("t", ["before"], run_of("t"))
-    own_servers.postgres.stop()
     deployment.verified = False  # it is refused, too
-    async with deployment.store(Deployment(own_servers).inner()) as store:
-        await store.checkpoint("t", ["before", "after"], run_of("t"))
+    async with _begun_in_an_outage(deployment, Deployment(own_servers).inner()) as store:
         own_servers.postgres.start()
 
         async def refused() -> bool:

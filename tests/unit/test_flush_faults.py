@@ -48,20 +48,17 @@ def state_of(it: Bench) -> Any:
     return it.flusher.state
 
 
+#: What a flush asks, inside its transaction, what it is to write.
+Decide = Callable[[Mapping[str, Watermark]], Decision]
+
+
 def transactions(it: Bench) -> list[int]:
     """Record how many threads each transaction from now on is asked to flush."""
     flush, asked = it.ledger.flush, list[int]()
 
-    async def counted(
-        held: Sequence[Cursor],
-        threads: Sequence[str],
-        decide: Callable[[Mapping[str, Watermark]], Decision],
-        *,
-        probe: int = 0,
-        size: int = 0,
-    ) -> Any:
+    async def counted(held: Sequence[Cursor], threads: Sequence[str], decide: Decide, **bounds: int) -> Any:
         asked.append(len(threads))
-        return await flush(held, threads, decide, probe=probe, size=size)
+        return await flush(held, threads, decide, **bounds)
 
     it.ledger.flush = counted  # type: ignore[method-assign]
     return asked

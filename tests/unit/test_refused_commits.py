@@ -12,7 +12,7 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.flush.verdict import verdict
 from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed
 from bufstore.jetstream.messages import Outgoing
-from unit.test_flush_faults import GOOD, poisonous, refused, state_of, write
+from unit.test_flush_faults import GOOD, Decide, poisonous, refused, state_of, write
 from unit.test_flusher import SUBJECTS, Bench, bench, failing
 
 MANY = [f"many{n}" for n in range(150)]
@@ -31,14 +31,7 @@ def at_commit(it: Bench, fails: Callable[[Flush], FlushFailed | None]) -> list[F
     """Have transactions fail as a whole, when everything is written. Returns all of them, as they come."""
     flush, asked = it.ledger.flush, list[Flush]()
 
-    async def failing_flush(
-        held: Sequence[Cursor],
-        threads: Sequence[str],
-        decide: Callable[[Mapping[str, Watermark]], Decision],
-        *,
-        probe: int = 0,
-        size: int = 0,
-    ) -> Any:
+    async def failing_flush(held: Sequence[Cursor], threads: Sequence[str], decide: Decide, **bounds: int) -> Any:
         def decide_and_fail(watermarks: Mapping[str, Watermark]) -> Decision:
             one = Flush(held, decide(watermarks))
             asked.append(one)
@@ -46,7 +39,7 @@ def at_commit(it: Bench, fails: Callable[[Flush], FlushFailed | None]) -> list[F
                 raise error
             return one.decision
 
-        return await flush(held, threads, decide_and_fail, probe=probe, size=size)
+        return await flush(held, threads, decide_and_fail, **bounds)
 
     it.ledger.flush = failing_flush  # type: ignore[method-assign]
     return asked
