@@ -139,6 +139,32 @@ async def test_a_thread_that_waits_leaves_its_partition_to_the_others(deploy: Ca
                     await eventually(all_acknowledged)
 
 
+async def test_a_purge_by_hand_of_what_is_not_flushed_is_told_with_what_it_took(
+    deploy: Callable[..., Deployment], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the flusher went past the hole without a line, and nothing showed it once that was flushed."""
+    deployment = deploy(partitions=1)
+    deployment.verified = False  # it lacks what is purged
+    thread_id = fresh("t")
+    async with deployment.store(flush_max_entries=1) as store:
+        await store.checkpoint(thread_id, [], run_of(thread_id))
+        await store.force_flush(thread_id)
+        locked = await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn)
+        async with locked:
+            await locked.execute(f"LOCK {deployment.name}.threads")  # type: ignore[arg-type]
+            for n in range(300):
+                await store.checkpoint_append(thread_id, [said(n)], run_of(thread_id))
+            client, stream = store.buffer.session.connection.client(), deployment.log.stream
+            await client.jetstream().purge_stream(stream, keep=1)
+            await locked.rollback()
+        await store.checkpoint_append(thread_id, [said(300)], run_of(thread_id))
+
+        async def told() -> bool:
+            return any(r.levelname == "ERROR" and getattr(r, "action", "") == "log_gap" for r in caplog.records)
+
+        await eventually(told)
+
+
 async def test_a_paused_consumer_is_replaced(deployment: Deployment) -> None:
     """The owner of a paused consumer once took its partitions for ever, as did one whose consumer's leader lags."""
     async with deployment.store() as store:

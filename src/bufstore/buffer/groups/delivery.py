@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 _log = LogLines(__name__)
 
-#: Returns the entries of a message that belong to these partitions, and its last entry whatever partition that belongs
-#: to (its position and id are what counts then), each with its partition.
-Split = Callable[[StoredMessage, Collection[int]], Awaitable[Sequence[tuple[int, StoredMessage]]]]
+#: Returns the sequence of the group before this one (0: it names none), the entries of a message that belong to these
+#: partitions, and its last entry whatever partition that belongs to (its position and id are what counts then), each
+#: with its partition.
+Split = Callable[[StoredMessage, Collection[int]], Awaitable[tuple[int, Sequence[tuple[int, StoredMessage]]]]]
 
 #: How many groups apart two cursors still count as near: those of a process that starts are hardly ever the same.
 _BEHIND_MAX = 256
@@ -173,9 +174,16 @@ class Delivery:
     async def _give_out(self, message: StoredMessage) -> None:
         while True:
             served = frozenset(self.feeds)
-            entries = await self._split(message, served)
+            before, entries = await self._split(message, served)
             if served.issuperset(self.feeds):
                 break  # else a feed that is served since gets its part of this message, too
+        if before >= (first := max(self.next, 1)):
+            _log.error(
+                "messages %d to %d were removed from the log before they were flushed; run bufstore verify",
+                first,
+                before,
+                extra={"action": "log_gap"},
+            )
         touched: dict[int, int] = {}
         large = 0
         for partition, entry in entries:

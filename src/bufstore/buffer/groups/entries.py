@@ -33,16 +33,18 @@ class Entries:
         entry, elsewhere = self._in_place(group, number, body)
         return await self._with_payload(group, entry) if elsewhere else entry
 
-    async def split(self, message: StoredMessage, partitions: Collection[int]) -> Sequence[tuple[int, StoredMessage]]:
+    async def split(
+        self, message: StoredMessage, partitions: Collection[int]
+    ) -> tuple[int, Sequence[tuple[int, StoredMessage]]]:
         """See `bufstore.buffer.groups.delivery.Split`. Raises Purged, LogUnavailable.
 
         The last entry, if it belongs to another partition, has no payload that stands elsewhere.
         """
         group = group_in(message)
         if group is None:  # anybody may publish: the message belongs to no thread, and somebody must look at it
-            return [(0, self.foreign(message))]
+            return 0, [(0, self.foreign(message))]
         if not group.records:
-            return [(_NO_PARTITION, self.mark(group))]
+            return group.before, [(_NO_PARTITION, self.mark(group))]
         found = []
         last = len(group.records) - 1
         for number, record in enumerate(group.records):
@@ -51,7 +53,7 @@ class Entries:
                 if elsewhere and record.partition in partitions:
                     entry = await self._with_payload(group, entry)
                 found.append((record.partition, entry))
-        return found
+        return group.before, found
 
     def foreign(self, message: StoredMessage) -> StoredMessage:
         """A message among the groups that is no group, as if it were an entry."""
