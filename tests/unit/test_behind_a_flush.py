@@ -225,28 +225,38 @@ def test_a_question_that_falls_silent_holds_up_nobody_else() -> None:
     run(main())
 
 
-def test_an_answer_of_the_store_counts_although_the_question_whether_it_is_away_hangs() -> None:
-    """Regression: whoever waited for the answer waited for that question, too, and had no answer after its time."""
+class Busy:
+    """A store that answers one question, and then nobody who asks whether it is there."""
 
-    class Busy:
-        """A store that answers one question, and then nobody who asks whether it is there."""
+    def __init__(self) -> None:
+        self.probed = asyncio.Event()
 
-        def __init__(self) -> None:
-            self.probed = asyncio.Event()
+    async def answers(self) -> None:
+        self.probed.set()
+        await asyncio.sleep(30)
 
-        async def answers(self) -> None:
-            self.probed.set()
-            await asyncio.sleep(30)
+    async def state(self, thread_id: str) -> str:
+        await self.probed.wait()
+        return thread_id
+
+
+@pytest.mark.parametrize("call", ["in_time", "while_up", "stored"])
+def test_an_answer_of_the_store_counts_although_the_question_whether_it_is_away_hangs(call: str) -> None:
+    """Regression: who waited for the answer waited for that question, too: late, or with no answer after its time."""
 
     async def main() -> None:
-        store = Busy()
+        store, clock = Busy(), asyncio.get_running_loop().time
         watch: StoreWatch[Any] = StoreWatch(cast(Any, store), 10.0)  # it waits for two seconds for `answers`
-
-        async def answer() -> str:
-            await store.probed.wait()
-            return "the answer"
-
-        assert await watch.in_time(answer(), 2.5) == "the answer"
+        began = clock()
+        match call:
+            case "in_time":
+                found = await watch.in_time(store.state("t"), 2.5)
+            case "while_up":
+                found = await watch.while_up(store.state("t"))
+            case _:
+                found = await watch.stored(watch.ask("t"), began + 10.0)
+        assert (found, watch.down) == ("t", None)
+        assert clock() - began < 1.5, "the question begins after a second, and is given up after three"
         await watch.aclose()
 
     run(main())

@@ -60,7 +60,7 @@ class StoreWatch(Generic[S]):
     async def stored(self, asked: asyncio.Task[S], deadline: float) -> S | None:
         """Return the store's answer, however long that takes while the store is up; None if it does not answer."""
         while not await self._done(asked, deadline, self._patience / 2):
-            if deadline <= asyncio.get_running_loop().time() or (await self._is_down() and not asked.done()):
+            if deadline <= asyncio.get_running_loop().time() or await self._is_down(unless=asked):
                 return None
         try:
             return asked.result()
@@ -82,7 +82,7 @@ class StoreWatch(Generic[S]):
         asked = spawn(asking)
         try:
             while self.down is None and not (await asyncio.wait([asked], timeout=self._patience / 2))[0]:
-                await self._is_down()
+                await self._is_down(unless=asked)
             if not asked.done():
                 raise StoreUnavailable(self.down or "it does not answer")
             return asked.result()
@@ -139,12 +139,18 @@ class StoreWatch(Generic[S]):
         done, _ = await asyncio.wait([asked], timeout=min(within_s, left))
         return bool(done)
 
-    async def _is_down(self) -> bool:
+    async def _is_down(self, *, unless: asyncio.Task[Any] | None = None) -> bool:
         """Return whether the store does not even answer a small query, which all callers share.
 
-        Raises Closed, and StoreUnavailable when somebody cancels it.
+        `unless`: a request whose answer says sooner that the store is up. Raises Closed, and StoreUnavailable when
+        somebody cancels the query.
         """
-        await unless_closed(self._asking(), lambda: self._closed, StoreUnavailable)
+        question = self._asking()
+        if unless is not None:
+            await asyncio.wait([unless, question], return_when=asyncio.FIRST_COMPLETED)
+            if unless.done():
+                return False
+        await unless_closed(question, lambda: self._closed, StoreUnavailable)
         return self.down is not None
 
     def _asking(self) -> asyncio.Task[None]:
