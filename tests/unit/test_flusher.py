@@ -516,6 +516,48 @@ def test_a_commit_whose_answer_is_on_its_way_is_not_taken_for_another_owners() -
     bench(main)
 
 
+def test_commits_that_are_made_while_postgres_is_asked_are_not_taken_for_another_owners() -> None:
+    """Regression: a partition whose waiting entries were flushed beside new ones was given up by most looks."""
+
+    async def main(it: Bench) -> None:
+        await it.start()
+        assert it.flusher is not None
+        it.ledger.locked.add("t")
+        await it.writer.append(["waits in the ledger"])
+        await asyncio.sleep(3)
+        flush, cursors, takeovers = it.ledger.flush, it.ledger.cursors, it.flusher.state.takeovers
+        before = (await cursors())[SUBJECTS.partition("t")]
+        committed, comparing = asyncio.Event(), asyncio.Event()
+
+        async def slow() -> Any:
+            comparing.set()
+            await committed.wait()
+            return await cursors()
+
+        it.ledger.cursors = slow  # type: ignore[method-assign]
+        compared = asyncio.create_task(it.flusher._takeover.compare())
+        await comparing.wait()
+
+        async def noted(*arguments: Any, **options: Any) -> Any:
+            found = await flush(*arguments, **options)
+            now = (await cursors())[before.partition]
+            if now.term > before.term and now.seq > before.seq:
+                committed.set()
+                await compared  # before the answer to this commit is here
+            return found
+
+        it.ledger.flush = noted  # type: ignore[method-assign]
+        it.ledger.locked.clear()
+        assert await it.flushed("t")
+        await it.writer.append(["new"])
+        assert await it.flushed("t")
+        assert compared.done()
+        await asyncio.sleep(1)
+        assert it.flusher.state.takeovers == takeovers
+
+    bench(main)
+
+
 def test_closing_flushes_what_has_arrived() -> None:
     async def main(it: Bench) -> None:
         await it.start()

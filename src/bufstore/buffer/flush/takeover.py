@@ -355,7 +355,10 @@ class Takeover:
             since = self._raised.setdefault(found, self._loop.time()) if raised else float("-inf")
             if self._loop.time() - since < _COMMIT_S:
                 continue  # a commit of ours that raises the term and moves no cursor may be on its way, too
-            if found.term != ours.term or found.seq < ours.seq or (found.seq == ours.seq and found.id != ours.id):
+            # What we commit while Postgres answers raises the term, too; the next look sees whether that was us.
+            highest = ours.term if owned.cursor == ours else owned.cursor.term + 1
+            back = found.seq < ours.seq or (found.seq == ours.seq and found.id != ours.id)
+            if back or not ours.term <= found.term <= highest:
                 owned.doubt = f"Postgres has {found}, not {ours}"
                 self._wake()
         return cursors
