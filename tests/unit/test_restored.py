@@ -176,3 +176,111 @@ def test_reads_of_a_postgres_that_went_back_too_far_store_a_proof_now_and_then(m
         await counts.aclose()
 
     run(main())
+
+
+@pytest.mark.parametrize("how", ["a new connection", "an old connection, by a pooler"])
+def test_an_answer_does_not_count_after_others_found_postgres_flushed_again(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer may take long: meanwhile others may have found that Postgres went back, then that it is complete."""
+
+    async def main() -> None:
+        postgres = Postgres()
+        counts = restored(postgres, Log(), monkeypatch)
+        postgres.flushed = True
+        await counts.counting(postgres.answer)
+        await asyncio.sleep(6)
+        asked = 0
+
+        async def meanwhile() -> str:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                postgres.flushed = False
+                postgres.connections += how == "a new connection"
+                found = await postgres.answer()
+                with pytest.raises(StoreUnavailable, match="flushed again"):
+                    await counts.counts_since(counts.era)
+                postgres.flushed = True
+                await counts.counts_since(counts.era)
+                return found
+            return await postgres.answer()
+
+        assert await counts.counting(meanwhile) == "new"
+        assert asked == 2
+        await counts.aclose()
+
+    run(main())
+
+
+def test_a_connection_that_came_during_the_comparison_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reconnecting(Postgres):
+        """A ledger that answers on the last connection of the complete Postgres, which is gone with the answer."""
+
+        async def cursors(self) -> dict[int, Cursor]:
+            found = await super().cursors()
+            if self.looks == 1:
+                self.connections, self.flushed = 2, False
+            return found
+
+    async def main() -> None:
+        postgres = Reconnecting()
+        counts = restored(postgres, Log(), monkeypatch)
+        postgres.flushed = True
+        with pytest.raises(StoreUnavailable, match="flushed again"):
+            await counts.counting(postgres.answer)
+        await counts.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("cursors", [{}, {0: Cursor(0, 1, FLOOR, 7)}])
+def test_a_postgres_without_the_row_of_a_partition_lacks_what_the_log_has_of_it(
+    cursors: dict[int, Cursor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Rowless(Postgres):
+        async def cursors(self) -> dict[int, Cursor]:
+            return cursors
+
+    class Other(Log):
+        async def scan(self, above: int, **which: Any) -> Any:
+            if which["partitions"] == [1]:
+                yield 1, SimpleNamespace(seq=above + 1)
+
+    async def main() -> None:
+        postgres = Rowless()
+        counts = restored(postgres, Other(), monkeypatch)
+        with pytest.raises(StoreUnavailable, match="partition 1 was flushed"):
+            await counts.counting(postgres.answer)
+        await counts.aclose()
+
+    run(main())
+
+
+def test_an_empty_postgres_does_not_count_when_the_log_is_purged_past_all_of_it() -> None:
+    class Empty(Postgres):
+        async def cursors(self) -> dict[int, Cursor]:
+            return {}
+
+    class Purged(Log):
+        async def end(self, timeout_s: float) -> int:
+            return FLOOR
+
+        async def erased(self) -> int:
+            return 0
+
+        async def purged_to(self) -> int:
+            return FLOOR
+
+        async def scan(self, above: int, **_: Any) -> Any:
+            yield 1, SimpleNamespace(seq=FLOOR)
+
+    async def main() -> None:
+        postgres: Any = Empty()
+        parts: Any = SimpleNamespace(log=Purged(), ledger=postgres, subjects=SimpleNamespace(partitions=2))
+        counts = Restored(parts)
+        with pytest.raises(StoreUnavailable, match="nothing of it was flushed"):
+            await counts.counting(postgres.answer)
+        await counts.aclose()
+
+    run(main())
