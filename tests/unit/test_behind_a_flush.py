@@ -17,11 +17,13 @@ from bufstore import (
     BufferConfig,
     BufferedThreadStore,
     Children,
+    Closed,
     Consistency,
     LineageError,
     LogConfig,
     MemoryThreadStore,
     RunStatus,
+    StoreUnavailable,
 )
 from bufstore.buffer.read.same_postgres import SamePostgres
 from bufstore.buffer.read.store_watch import StoreWatch
@@ -258,5 +260,41 @@ def test_an_answer_of_the_store_counts_although_the_question_whether_it_is_away_
         assert (found, watch.down) == ("t", None)
         assert clock() - began < 1.5, "the question begins after a second, and is given up after three"
         await watch.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("what", ["hangs", "fails"])
+def test_a_read_that_outlasts_its_store_leaves_nobody_behind_who_asks_whether_postgres_is_back(what: str) -> None:
+    """Regression: a task asked the closed store four times a second, as long as the program went on."""
+
+    class Closing:
+        """A store that is closed while it does not answer a read."""
+
+        def __init__(self) -> None:
+            self.closed = asyncio.Event()
+
+        async def state(self, thread_id: str) -> str:
+            await self.closed.wait()
+            if what == "hangs":
+                await asyncio.sleep(30)
+            raise StoreUnavailable("the connection was closed")
+
+        async def answers(self) -> None:
+            raise Closed("the store is closed")
+
+    async def main() -> None:
+        store = Closing()
+        watch: StoreWatch[Any] = StoreWatch(cast(Any, store), 10.0)
+        asked = watch.ask("t")
+        reading = asyncio.create_task(watch.stored(asked, 10.0))
+        await asyncio.sleep(0.5)
+        await watch.aclose()
+        store.closed.set()
+        with pytest.raises(Closed):
+            await reading
+        watch.let_go(asked)
+        assert watch.down is None
+        await asyncio.sleep(0.1)
 
     run(main())

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
 
 from bufstore.buffer.domain import S, StateReader
-from bufstore.errors import BufstoreError, StoreMisconfigured, StoreUnavailable
+from bufstore.errors import BufstoreError, Closed, StoreMisconfigured, StoreUnavailable
 from bufstore.log_lines import LogLines
 from bufstore.tasks import end, interrupted, spawn, unless_closed
 
@@ -145,6 +145,8 @@ class StoreWatch(Generic[S]):
         `unless`: a request whose answer says sooner that the store is up. Raises Closed, and StoreUnavailable when
         somebody cancels the query.
         """
+        if self._closed:  # nobody would end what asks from now on
+            raise Closed("the store was closed before there was an answer")
         question = self._asking()
         if unless is not None:
             await asyncio.wait([unless, question], return_when=asyncio.FIRST_COMPLETED)
