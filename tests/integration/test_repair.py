@@ -20,7 +20,7 @@ from bufstore.nats.log import NatsLog
 from bufstore.threads.repairing import repair
 from command_line import bufstore_cli, where
 from conftest import Deployment
-from helpers import eventually, fresh, query, run_of, said
+from helpers import eventually, fresh, query, run_of, said, writable
 
 
 async def mend(deployment: Deployment, *, apply: bool = True) -> Repaired:
@@ -215,6 +215,38 @@ async def test_a_log_that_lost_its_end(own_servers: Servers) -> None:
         assert await flushed(store, both) == [1, 2, 3, 4]
         assert await flushed(store, unflushed) == list(range(31))
         assert await flushed(store, new) == ["n"]
+
+
+async def test_a_log_older_than_what_postgres_remembers_rewinds_no_thread(own_servers: Servers) -> None:
+    """Regression: what is parked because it may be applied was applied once more by the replay that is advised."""
+    deployment = Deployment(own_servers)
+    whole, deltas = "whole", "deltas"
+    backup = Backup(own_servers)
+    async with deployment.store() as store:
+        for n in range(1, 40):
+            await store.checkpoint(whole, list(range(n)), run_of(whole))
+            await append(store, deltas, n)
+            if n == 3:
+                await store.force_flush_all()
+                await asyncio.to_thread(backup.take)
+                await writable(store)
+        expected = {whole: list(range(39)), deltas: list(range(1, 40))}
+        assert {t: await flushed(store, t) for t in expected} == expected
+        deployment.verified = False  # it would find what the backup lacks
+        await asyncio.to_thread(backup.restore)
+    done = await eventually(lambda: _mended(deployment))
+    assert (done.applied, done.parked) == (0, 6)
+    deployment.verified = True
+    async with deployment.store() as store:
+        outcomes = [o for t in expected for o in await store.quarantine.replay_thread(t)]
+        assert {o.outcome.value for o in outcomes} == {"superseded"}
+        assert all("applied already" in o.reason for o in outcomes)
+        assert {t: await _known(store, t) for t in expected} == expected
+        with pytest.raises(ThreadQuarantined):
+            await append(store, deltas, 40)
+        assert await store.quarantine.discard([o.seq for o in outcomes]) == len(outcomes)
+        await append(store, deltas, 40)
+        assert await flushed(store, deltas) == [*expected[deltas], 40]
 
 
 class Held:

@@ -139,7 +139,16 @@ def test_a_snapshot_written_after_the_log_had_gone_back_is_the_newest_state() ->
 @pytest.mark.parametrize("base", [Base.CHAINED, Base.UNKNOWN])
 def test_a_snapshot_that_may_be_older_than_all_that_is_known_rewinds_nothing(base: Base) -> None:
     """The entries are older than the ring, and no other thread shows whether they are new: nobody can tell."""
-    assert saved(AHEAD, [entry(4, 80, 79, whole=True, base=base, seen=3), entry(5, 81, 80)]) == ([], [4, 5])
+    older = [entry(4, 80, 79, whole=True, base=base, seen=3), entry(5, 81, 80)]
+    assert saved(AHEAD, older) == ([], [4, 5])
+    # Regression: a replay of all that is parked rewound the thread.
+    found = plan_salvage(AHEAD, older, common=0, settled=set())
+    assert [p.base_id for p in found.park] == [None, None]
+
+
+def test_what_builds_on_what_is_known_and_is_refused_can_be_replayed() -> None:
+    found = plan_salvage(AHEAD, [*REST, entry(13, 70, 2, whole=True)], common=0, settled=set(), poison={70: "refused"})
+    assert [(p.base_id, p.cause) for p in found.park] == [(AHEAD.applied_id, "refused")]
 
 
 def test_a_write_that_expected_nothing_is_not_dropped() -> None:

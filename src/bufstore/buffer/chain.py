@@ -45,7 +45,7 @@ class Parked(msgspec.Struct, frozen=True):
     item: Item
     cause: str
     #: The id of the thread's last applied entry when this entry was parked. This entry can be replayed for as long as
-    #: that one is still the last applied.
+    #: that one is still the last applied; None: never.
     base_id: int | None = None
 
 

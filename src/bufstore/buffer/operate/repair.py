@@ -52,7 +52,7 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     #: How many of the log's entries Postgres lacks and accepts.
     applied: int = 0
-    #: How many of the log's entries, which Postgres lacks, fit nowhere: they go to quarantine.
+    #: How many of the log's entries fit nowhere, or may be applied already: they go to quarantine.
     parked: int = 0
     #: The epoch of the generation that the next start creates; None if there is nothing to repair.
     epoch: int | None = None

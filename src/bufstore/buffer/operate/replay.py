@@ -27,7 +27,8 @@ class ParkedEntry(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     #: None when even the subject names no thread.
     thread_id: str | None
-    #: The id of the thread's last applied entry when this one was parked; None when the thread is unknown.
+    #: The id of the thread's last applied entry when this one was parked; None: the thread is unknown, or nothing tells
+    #: whether this entry is applied already (`bufstore.buffer.operate.salvage`).
     base_id: int | None
     cause: str
     parked_at: datetime
@@ -99,6 +100,8 @@ def _judge(watermark: Watermark, base: int, parked: ParkedEntry, refused: Mappin
     item = parked.item
     if isinstance(item, Malformed):
         return Outcome.UNDECODABLE, item.cause
+    if parked.base_id is None:
+        return Outcome.SUPERSEDED, parked.cause
     if parked.base_id != base:
         return Outcome.SUPERSEDED, "the thread has gone on without it"
     if item.entry.id in refused:

@@ -10,6 +10,7 @@ knows.
 Rule 2: an entry that may have been acknowledged and is not known to be applied is applied or parked, never dropped. A
 snapshot at a position that Postgres has passed may be older than everything that a watermark remembers: it is applied
 only if it builds on an entry that is known to be applied; otherwise it could rewind the thread.
+Rule 3: what is parked for that doubt names no base, so that no replay applies it either.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import msgspec
 
 from bufstore.buffer import recent_keys
 from bufstore.buffer.chain import Parked, Plan, Watermark, plan
-from bufstore.buffer.entry import Base, Entry, Item, StoredEntry
+from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry
+
+#: Why an entry is parked at a position that Postgres has passed, where nothing tells whether it is applied.
+_DOUBT = "it is applied already, or was written after the log had gone back"
 
 
 def reason_to_repair(
@@ -103,7 +107,8 @@ def plan_salvage(
     if not remaining:
         return Plan(watermark=watermark)
     start = min(watermark.flushed_seq, min(i.seq for i in remaining) - 1)
-    unfounded = dict.fromkeys(_unfounded(watermark, left), "it may be older than what is applied")
+    founded = _founded(watermark, left)
+    unfounded = {i.entry.id: _DOUBT for i in left if isinstance(i, StoredEntry) and _whole(i) and i.seq not in founded}
     behind = msgspec.structs.replace(watermark, flushed_seq=start)
     found = plan(behind, remaining, complete=True, poison={**unfounded, **(poison or {})})
     # In a healthy log an entry that came too late is superseded. Here it may be the thread's newest, so it is parked
@@ -116,21 +121,25 @@ def plan_salvage(
         broken = after.broken_since if after.broken_since is not None else item.seq
         after = msgspec.structs.replace(after, broken_since=broken)
     after = msgspec.structs.replace(after, flushed_seq=max(watermark.flushed_seq, after.flushed_seq))
+    park = [p if isinstance(p.item, Malformed) or p.item.seq in founded else Parked(p.item, _DOUBT) for p in park]
     return Plan(watermark=after, apply=found.apply, park=sorted(park, key=lambda p: p.item.seq))
 
 
-def _unfounded(watermark: Watermark, items: Sequence[Item]) -> set[int]:
-    """Return the snapshots at positions that Postgres has passed whose predecessors are not known to be applied."""
+def _founded(watermark: Watermark, items: Sequence[Item]) -> set[int]:
+    """Return the positions of entries that are newer than what is applied: behind it, or built on a part of it."""
     entries = sorted((i for i in items if isinstance(i, StoredEntry)), key=lambda i: i.seq)
     founded: set[int] = set()
-    found: set[int] = set()
+    ids: set[int] = set()
     for item in entries:
         e = item.entry
-        if item.seq > watermark.flushed_seq or e.prev_id in founded or _known(watermark, e.prev_id):
-            founded.add(e.id)
-        elif e.self_contained or e.base is Base.UNKNOWN:
-            found.add(e.id)
-    return found
+        if item.seq > watermark.flushed_seq or e.prev_id in ids or _known(watermark, e.prev_id):
+            founded.add(item.seq)
+            ids.add(e.id)
+    return founded
+
+
+def _whole(item: StoredEntry) -> bool:
+    return item.entry.self_contained or item.entry.base is Base.UNKNOWN
 
 
 def _known(watermark: Watermark, id_: int) -> bool:

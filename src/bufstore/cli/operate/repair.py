@@ -77,7 +77,8 @@ def _lines(found: Repaired, how: str) -> list[str]:
         lines.append(f"parked {found.parked} entries that fit nowhere" + _look(found))
         lines.append(f"the stream is removed; the next start creates generation {found.epoch}")
     else:
-        lines.append(f"the log shows {found.threads} threads; Postgres lacks {found.applied + found.parked} entries:")
+        unknown = found.applied + found.parked
+        lines.append(f"the log shows {found.threads} threads; {unknown} entries are not known to be in Postgres:")
         lines.append(f"  {found.applied} would be applied, {found.parked} fit nowhere and would go to quarantine")
         lines.append(f"then the stream would be removed, and the next start would create generation {found.epoch}")
         if found.unarchived_from is not None:
