@@ -21,8 +21,9 @@ from bufstore.buffer.operate.replay import Outcome
 from bufstore.buffer.places import group_of, place
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.target import Target
 from bufstore.config import LogConfig
-from bufstore.errors import Closed, ConfigError, LogRolledBack, StoreUnavailable
+from bufstore.errors import Closed, ConfigError, LogRolledBack, LogUnavailable, StoreUnavailable
 from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.memory.ledger import MemoryLedger
 from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
@@ -554,6 +555,122 @@ def test_commits_that_are_made_while_postgres_is_asked_are_not_taken_for_another
         assert compared.done()
         await asyncio.sleep(1)
         assert it.flusher.state.takeovers == takeovers
+
+    bench(main)
+
+
+@pytest.mark.parametrize("other", ["another database", "an empty one"])
+def test_who_takes_partitions_in_another_database_flushes_nothing_into_it(other: str) -> None:
+    async def main(it: Bench) -> None:
+        it.log.stream.target = Target("threads", "postgres", "thread-1")
+        if other == "another database":
+            it.ledger._named = Target("threads", "postgres", "thread-2")
+        await it.writer.append([1])
+        await it.start()
+        assert it.flusher is not None
+        assert not await it.flushed("t", within_s=3.0)
+        assert not it.ledger._rows and await it.stored() is None
+        refused = it.log.opened[-1].refused
+        assert refused is not None and "database" in str(refused)
+        assert it.flusher.state.stopped and not it.flusher.cursors()
+
+    bench(main)
+
+
+def test_a_log_that_others_have_gone_on_with_meanwhile_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who stood still after it took a partition may not find the entry at its cursor: others flushed and purged on."""
+
+    async def gone(*_: Any) -> str:
+        return "the entry is gone"
+
+    async def main(it: Bench) -> None:
+        await it.start()
+        await it.writer.append([1])
+        assert it.flusher is not None and await it.flushed("t")
+        cursor = (await it.ledger.cursors())[SUBJECTS.partition("t")]
+        monkeypatch.setattr("bufstore.buffer.flush.takeover.mismatch", gone)
+        assert await it.flusher._takeover._mismatch(cursor, 0) == "the entry is gone"
+        await it.ledger.take([cursor.partition], "somebody else")
+        with pytest.raises(LogUnavailable, match="another owner took"):
+            await it.flusher._takeover._mismatch(cursor, 0)
+
+    bench(main)
+
+
+@pytest.mark.parametrize("differs", [(0, 0, 1), (0, -1, 0), (-1, 0, 0), (-1, 1, 1), (2, 0, 0), (1, 1, 1), (1, -1, 1)])
+def test_a_cursor_that_we_cannot_have_left_so_is_doubted(differs: tuple[int, int, int]) -> None:
+    """By how much term, position and id differ. A commit of ours that is on its way changes the term or the others."""
+
+    async def main(it: Bench) -> None:
+        await it.start()
+        await it.writer.append([1])
+        assert it.flusher is not None and await it.flushed("t")
+        partition, cursors = SUBJECTS.partition("t"), await it.ledger.cursors()
+        found, owned = cursors[partition], it.flusher._owned[partition]
+        term, seq, id_ = differs
+        other = Cursor(partition, found.term + term, found.seq + seq, found.id + id_)
+
+        async def now() -> dict[int, Cursor]:
+            return cursors | {partition: other}
+
+        it.ledger.cursors = now  # type: ignore[method-assign]
+        await it.flusher._takeover.compare()
+        assert owned.doubt is not None
+        assert not any(o.doubt for p, o in it.flusher._owned.items() if p != partition)
+
+    bench(main)
+
+
+def test_an_answer_from_before_a_commit_is_compared_with_what_we_had_then() -> None:
+    async def main(it: Bench) -> None:
+        await it.start()
+        await it.writer.append([1])
+        assert it.flusher is not None and await it.flushed("t")
+        cursors, told, answered, takeovers = (
+            it.ledger.cursors,
+            asyncio.Event(),
+            asyncio.Event(),
+            it.flusher.state.takeovers,
+        )
+
+        async def late() -> dict[int, Cursor]:
+            found = dict(await cursors())
+            told.set()
+            await answered.wait()
+            return found
+
+        it.ledger.cursors = late  # type: ignore[method-assign]
+        compared = asyncio.create_task(it.flusher._takeover.compare())
+        await told.wait()
+        await it.writer.append([2])
+        assert await it.flushed("t")
+        await asyncio.sleep(1)
+        answered.set()
+        await compared
+        await asyncio.sleep(1)
+        assert it.flusher.state.takeovers == takeovers
+
+        async def lost() -> dict[int, Cursor]:
+            return {p: c for p, c in (await cursors()).items() if p != SUBJECTS.partition("t")}
+
+        it.ledger.cursors = lost  # type: ignore[method-assign]
+        await it.flusher._takeover.compare()
+        assert [p for p, owned in it.flusher._owned.items() if owned.doubt] == [SUBJECTS.partition("t")]
+
+    bench(main)
+
+
+def test_a_log_that_ends_before_a_cursor_takes_no_more_writes_of_this_process() -> None:
+    async def main(it: Bench) -> None:
+        await it.writer.append([1])
+        partition = SUBJECTS.partition("t")
+        it.ledger._cursors[partition] = Cursor(partition, 1, it.log.last_seq + 100_000, 5)
+        await it.start()
+        await asyncio.sleep(1)
+        refused = it.log.opened[-1].refused
+        assert refused is not None and "the log ends at" in str(refused)
+        assert it.flusher is not None and partition not in it.flusher.cursors()
+        assert not await it.flushed("t", within_s=3.0)
 
     bench(main)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -133,6 +134,17 @@ def test_what_is_lost_while_the_lease_cannot_be_renewed_is_taken_again_unless_ot
             assert await it.flushed("t", within_s=5.0)
         takeovers = made.state.takeovers
         assert takeovers == len(EVERYTHING) + 2
+        it.ledger.locked.add("t")
+        await it.writer.append(["waits in the ledger"])
+        await asyncio.sleep(3)
+        before = (await it.ledger.cursors())[PARTITION]
+        it.ledger.locked.clear()
+        assert await it.flushed("t", within_s=10.0)
+        assert (await it.ledger.cursors())[PARTITION] == dataclasses.replace(before, term=before.term + 1)
+        it.log.feeds[PARTITION]._feed.lose("the consumer ended")
+        await it.writer.append(["new"])
+        assert await it.flushed("t", within_s=5.0), "a commit of our own has raised the term since it was taken"
+        takeovers += 1
         await it.ledger.take([PARTITION], "b")
         it.log.feeds[PARTITION]._feed.lose("the consumer ended")
         await it.writer.append([3])
