@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Sequence
 
 import pytest
 
 from bufstore import elapsed
 from bufstore.buffer.append import tip_finder
+from bufstore.buffer.entry import StoredEntry
+from unit.group_server import SUBJECTS
 from unit.write_world import Instance, World, test
 
 
@@ -56,5 +59,30 @@ def test_reads_of_ever_more_threads_are_not_all_remembered(monkeypatch: pytest.M
         for t in ("a", "b", "c"):
             finder.found_nowhere(t, elapsed.now_s())
         assert [finder.as_new(t) is not None for t in ("a", "b", "c")] == [False, True, True]
+
+    test(main)
+
+
+def test_a_thread_of_which_only_quarantine_has_something_is_not_new() -> None:
+    """What its first write is would be passed over: the watermark says that there was something before."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["parked"])
+        (entry,) = world.tail("t")
+        assert isinstance(entry, StoredEntry)
+        await world.flush("t", poison=frozenset({entry.entry.id}))
+        world.log.intrude(SUBJECTS.of("elsewhere"))
+        world.log.expire_below(world.log.last_seq)
+        two = Instance(world)
+
+        async def held(_: Sequence[str]) -> Collection[str]:
+            return ()
+
+        two.appender._finder._held = held
+        await two.appender.learn_new(["t", "new"])
+        await asyncio.gather(two.checkpoint(["whole"]), two.checkpoint(["new"], "new"))
+        for thread_id, messages in (("t", ["whole"]), ("new", ["new"])):
+            await world.flush(thread_id)
+            assert await world.messages(thread_id) == messages
 
     test(main)
