@@ -155,6 +155,24 @@ async def test_an_interrupt_lists_all_also_if_the_thread_moves_meanwhile() -> No
     assert done.active is not None and done.active.dispatch_id == claim.dispatch_id
 
 
+async def test_an_interrupt_does_not_list_what_a_claim_has_taken_out_meanwhile() -> None:
+    a, b = _instances()
+    put = {(await a.enqueue("t")).dispatch_id for _ in range(3)}
+    backend: Any = a.backend
+    queued = backend.queued
+
+    async def claimed(*args: Any) -> list[Dispatch]:
+        backend.queued = queued
+        assert await b.claim("t", "w") is None
+        found: list[Dispatch] = await queued(*args)
+        return found
+
+    backend.queued = claimed
+    done = await a.interrupt("t")
+    assert (done.superseded, done.complete) == ([], True)
+    assert {d.dispatch_id for d in await a.list_dispatches("t", [Status.SUPERSEDED])} == put
+
+
 async def test_a_step_without_an_answer_that_others_overtake_is_not_said_to_be_undone() -> None:
     store = MailboxStore(MemoryBackend(MemoryMailbox(), time.time, 1.0), MailboxConfig(timeout_s=0.05))
     await store.enqueue("t")

@@ -124,9 +124,9 @@ class Interruption(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     #: The dispatch that somebody works on; it keeps the thread until it ends (`supersede_claimed` ends it).
     active: Dispatch | None
-    #: The superseded dispatches that were taken out of the queue within the call's time.
+    #: The superseded dispatches that this call took out of the queue. A claim that came meanwhile has taken out others.
     superseded: list[Dispatch]
-    #: True when those are all. The others are superseded, too; claims take them out of the queue when they are due.
+    #: True when none is left in the queue. What is left is superseded, too; claims take it out when it is due.
     complete: bool = True
 
 

@@ -308,7 +308,8 @@ class MailboxStore:
     async def interrupt(self, thread_id: str, *, now_ms: int | None = None) -> Interruption:
         """Supersede all that is queued now, in one write. A claim's holder is told to stop when it extends or starts.
 
-        Lists the superseded dispatches as far as the call's time allows (`Interruption.complete`). A thread that the
+        Takes the superseded dispatches out of the queue, and lists them, as far as the call's time allows
+        (`Interruption.complete`) and no claim takes them out before: `list_dispatches` shows all. A thread that the
         mailbox does not know stays as it is: its epoch is 0.
         """
         check_id(thread_id, "thread_id")
