@@ -255,6 +255,26 @@ async def test_no_method_takes_an_id_that_no_thread_could_have(saver: AsyncBuffe
     assert await saver.aget_tuple(at) is not None
 
 
+async def test_who_has_no_id_is_given_nobody_elses_thread(saver: AsyncBufferedSaver) -> None:
+    """LangGraph hands on an id that is None. As text it would be the id of one thread, for all who lack one."""
+    nobody: Any = {"configurable": {"thread_id": None, "checkpoint_ns": ""}}
+    graph = assistant(saver)
+    for work in (
+        graph.ainvoke({"said": ["a secret"]}, nobody),
+        saver.aput(nobody, checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"}),
+        saver.aput_writes({"configurable": {**nobody["configurable"], "checkpoint_id": "1"}}, [("a", 1)], "task"),
+        saver.aget_tuple(nobody),
+        anext(saver.alist(nobody), None),
+        saver.adelete_thread(None),  # type: ignore[arg-type]
+        saver.aprune([None]),  # type: ignore[list-item]
+        saver.acopy_thread(None, "t"),  # type: ignore[arg-type]
+        saver.adelete_for_runs([None]),  # type: ignore[list-item]
+    ):
+        with pytest.raises(InvalidId, match="_id is None"):
+            await work
+    assert not (await graph.aget_state(config("None"))).values
+
+
 async def test_a_list_goes_on_before_a_checkpoint_of_which_only_the_id_is_given(saver: AsyncBufferedSaver) -> None:
     first = await _put(saver, config(fresh()), {"a": [1]})
     second = await _put(saver, first, {"a": [2]})

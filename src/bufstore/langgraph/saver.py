@@ -36,6 +36,7 @@ from bufstore.langgraph.serialize import (
     config_of,
     history_of,
     id_in,
+    id_of,
     json_of,
     place,
     thread_of,
@@ -44,7 +45,7 @@ from bufstore.langgraph.serialize import (
 )
 from bufstore.loop_thread import Call
 from bufstore.nats.session import Nats
-from bufstore.types import Consistency, check_id, check_ids
+from bufstore.types import Consistency, check_ids
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -279,7 +280,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         Raises like `aprune`. If some of them are in quarantine, raises ThreadQuarantined once all others are deleted,
         because a replay would bring those back: replay or discard them, and repeat the call.
         """
-        await self.engine.delete_for_runs([check_id(str(run_id), "run_id") for run_id in check_ids(run_ids, "run_ids")])
+        await self.engine.delete_for_runs([id_of(run_id, "run_id") for run_id in check_ids(run_ids, "run_ids")])
 
     async def acopy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
         """Copy all of a thread's checkpoints and their writes. Raises like `alist` and `aput`."""

@@ -48,12 +48,22 @@ def place(config: Mapping[str, Any]) -> Place:
     ns = configurable.get("checkpoint_ns") or ""
     if ns:
         _check_text(ns)
-    return check_id(str(configurable["thread_id"]), "thread_id"), ns, id_in(config)
+    return id_of(configurable["thread_id"], "thread_id"), ns, id_in(config)
+
+
+def id_of(value: object, what: str) -> str:
+    """Return the id of a thread or run as text: LangGraph takes anything that has one. Raises InvalidId.
+
+    None is no id. As text it would be one and the same for all who have none.
+    """
+    if value is None:
+        raise InvalidId(f"{what} is None")
+    return check_id(str(value), what)
 
 
 def thread_of(thread_id: object) -> str:
-    """Return the id of a thread as text: LangGraph takes anything that has one. Raises InvalidId."""
-    return check_id(str(thread_id), "thread_id")
+    """Return the id of a thread as text. Raises InvalidId."""
+    return id_of(thread_id, "thread_id")
 
 
 def id_in(config: Mapping[str, Any]) -> str | None:
