@@ -198,10 +198,13 @@ async def test_numbers_are_the_same_before_a_flush_and_after_it(saver: AsyncBuff
 )
 async def test_what_a_row_cannot_hold_is_refused_at_once(saver: AsyncBufferedSaver, value: Any) -> None:
     thread_id = fresh()
-    with pytest.raises(InvalidRecord):
-        await _put(saver, config(thread_id), {"a": value})
-    with pytest.raises(InvalidRecord):
+    with pytest.raises(InvalidRecord, match="the value of channel 'a' "):
+        await _put(saver, config(thread_id), {"good": 1, "a": value, "bytes": b"\0"})
+    with pytest.raises(InvalidRecord, match="metadata 'deep' "):
         await saver.aput(config(thread_id), checkpoint({}, {}), {**META, "deep": [value]}, {})
+    if isinstance(value, str):
+        with pytest.raises(InvalidRecord, match=r"^the checkpoint has "):
+            await _put(saver, config(thread_id), {value: 1})
     for wrong in (f"{thread_id}\0", "x" * 1025, "\ud800"):
         with pytest.raises(InvalidId):
             await _put(saver, config(wrong), {})

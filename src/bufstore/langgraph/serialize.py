@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
@@ -124,12 +125,13 @@ def put_of(
             # A graph that does not have the channel any more gives no value, though the thread may have one.
             given = channel in new_versions or channel in inline
             (empty if given else untold).append((channel, str(version)))
+    about = get_serializable_checkpoint_metadata(config, metadata)
     row = CheckpointRow(
         ns,
         checkpoint["id"],
         parent,
-        json_of({**checkpoint, "channel_values": inline}, "the checkpoint"),
-        json_of(get_serializable_checkpoint_metadata(config, metadata), "its metadata"),
+        _row_json({**checkpoint, "channel_values": inline}, "the checkpoint", inline, "the value of channel"),
+        _row_json(about, "the checkpoint's metadata", about, "metadata"),
     )
     if not _surely_fit([thread_id, ns, row.id, *told, *map(str, told.values()), *(blob.type for blob in blobs)]):
         for blob in blobs:
@@ -278,6 +280,15 @@ def json_of(value: Any, what: str) -> bytes:
     if text.count(b"[") + text.count(b"{") > _DEPTH_MAX and _is_too_deep(value):
         raise InvalidRecord(f"{what} is nested deeper than {_DEPTH_MAX}")
     return text
+
+
+def _row_json(row: Any, what: str, parts: Mapping[str, Any], part: str) -> bytes:
+    """Return `json_of(row, what)`. An error names the one of these parts of it that is to blame, if one is."""
+    with suppress(InvalidRecord):
+        return json_of(row, what)
+    for name, value in parts.items():
+        json_of(value, f"{part} {name!r}")
+    return json_of(row, what)
 
 
 def _is_too_deep(value: Any) -> bool:
