@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,8 +15,10 @@ import nats.errors
 from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogUnavailable, TooLarge
 from bufstore.jetstream import frames
 from bufstore.jetstream.answers import NO_ANSWER, Answer, answer_of
+from bufstore.jetstream.client import round_trip
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ApiError, MessageMissing, Mirrored, StreamMissing, TooManyResults, to_error
+from bufstore.jetstream.exchange import AGAIN_S
 from bufstore.jetstream.headers import added, entry_header, status_of
 from bufstore.jetstream.messages import (
     AppendUnknown,
@@ -374,16 +376,35 @@ class NatsStream:
         return _NobodyReads(f"somebody has switched off allow_direct of stream {self.name}, so nobody reads it; {how}")
 
     async def _direct_get(self, request: dict[str, Any], timeout_s: float, *, partly: bool) -> Shown:
-        client, get, subject = self._connection.client(), _Get(self.name), f"{self._api}.DIRECT.GET.{self.name}"
+        client, subject, body = self._connection.client(), f"{self._api}.DIRECT.GET.{self.name}", json.dumps(request)
+        loop, gets, pause_s = asyncio.get_running_loop(), list[_Get](), AGAIN_S
+        done: asyncio.Future[Shown] = loop.create_future()
+        until = loop.time() + timeout_s
         try:
-            with self._connection.answers(subject, get.add, get.end) as reply:
-                await frames.post(client, subject, json.dumps(request).encode(), reply)
-                if await ended_within(get.done, timeout_s):
-                    return get.done.result()
+            with ExitStack() as asked:
+                came = 0
+                while not done.done():
+                    if sum(map(len, gets)) == came:
+                        gets.append(get := _Get(self.name, done))
+                        reply = asked.enter_context(self._connection.answers(subject, get.add, get.end))
+                        await frames.post(client, subject, body.encode(), reply)
+                    came, left_s = sum(map(len, gets)), until - loop.time()
+                    last = not self.replicated or left_s <= pause_s
+                    if await ended_within(done, left_s if last else pause_s):
+                        break
+                    if last:
+                        raise TimeoutError
+                    pause_s *= 2
+                    # A node that hangs answers nothing: then another copy is asked. But what was sent to us before the
+                    # answer to a PING has come by then: on a link that is only slow, nothing is asked for twice.
+                    await round_trip(client, until - loop.time())
+                return done.result()
+        except (TimeoutError, nats.errors.TimeoutError):
+            pass
         except (nats.errors.Error, OSError) as e:
             raise LogUnavailable(f"cannot read the log: {type(e).__name__}") from None
-        if partly and (came := get.came()) is not None:
-            return came
+        if partly and (most := max(gets, key=len).came()) is not None:
+            return most
         raise LogUnavailable("the log did not answer a read in time")
 
 
@@ -402,12 +423,16 @@ class _NobodyReads(LogUnavailable):
 class _Get:
     """The answers to one direct get of a stream, until its end."""
 
-    def __init__(self, stream: str) -> None:
+    def __init__(self, stream: str, done: asyncio.Future[Shown]) -> None:
+        """`done` gets what came, once that is the whole answer."""
         self._stream, self._ours = stream, f"Nats-Stream: {stream}\r\n".encode()
-        self.done: asyncio.Future[Shown] = asyncio.get_running_loop().create_future()
+        self.done = done
         self._messages: list[StoredMessage] = []
         #: The headers of the last message.
         self._headers = b""
+
+    def __len__(self) -> int:
+        return len(self._messages)
 
     def came(self) -> Shown | None:
         """Return what has come of an answer whose end has not come; None for nothing."""
