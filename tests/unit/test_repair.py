@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from bufstore import (
     AlreadyExists,
     BufferConfig,
     BufferedThreadStore,
+    Children,
     ConfigDrift,
     ConfigError,
     Consistency,
@@ -25,6 +27,7 @@ from bufstore import (
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate import repair
 from bufstore.buffer.operate.repair import Repair, Repaired
+from bufstore.buffer.operate.replay import Outcome
 from bufstore.buffer.places import group_of
 from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.memory import MemoryNats
@@ -43,9 +46,9 @@ def tables(inner: MemoryThreadStore) -> list[dict[Any, Any]]:
 
 
 def restore(inner: MemoryThreadStore, copies: Sequence[dict[Any, Any]]) -> None:
-    for table, copy in zip(tables(inner), copies, strict=True):
+    for table, kept in zip(tables(inner), copies, strict=True):
         table.clear()
-        table.update(copy)
+        table.update(kept)
 
 
 async def written(nats: MemoryNats, inner: MemoryThreadStore, threads: Sequence[str], rounds: range) -> None:
@@ -332,5 +335,34 @@ def test_a_log_that_somebody_creates_while_a_lost_one_is_repaired_stays(monkeypa
             assert (await repair.carry_out()).done
         async with instance(nats, inner) as store:
             assert await store.load_messages(new) == ["acknowledged"]
+
+    run(main())
+
+
+def test_an_entry_that_no_replay_can_apply_names_no_parent() -> None:
+    """Regression: a cascade took along a thread that had moved to another parent, after an older log was repaired."""
+
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with instance(nats, inner) as store:
+            for thread_id in ("A", "B", "T"):
+                await store.checkpoint(thread_id, [0], run_of(thread_id))
+            await store.set_parent("T", "A")
+            await store.force_flush_all()
+        older = copy.deepcopy(nats.streams["THREADLOG"])
+        async with instance(nats, inner) as store:
+            await store.set_parent("T", "B")
+            for n in range(20):
+                await store.checkpoint_append("T", [n], run_of("T", n + 1))
+            await store.force_flush_all()
+        nats.streams["THREADLOG"] = older
+        async with repairing(nats, inner) as one:
+            assert (await one.carry_out()).parked == 2
+        async with instance(nats, inner) as store:
+            outcomes = await store.quarantine.replay_thread("T")
+            assert [o.outcome for o in outcomes] == [Outcome.SUPERSEDED] * 2
+            await store.delete_thread("A", children=Children.CASCADE)
+            left = await store.load_thread("T", quarantined="known")
+            assert left is not None and left.parent_thread_id == "B"
 
     run(main())

@@ -109,7 +109,9 @@ class ParkedParents:
 
 
 def _named_in(entry: ParkedEntry) -> _Named | None:
-    """Return what the entry says of its thread's parent; None: nothing, or nothing that a replay could read."""
+    """Return what the entry says of its thread's parent; None: nothing, or no replay could read or apply it."""
+    if entry.base_id is None:
+        return None
     try:
         payload = decode_payload(entry.item.entry.payload) if isinstance(entry.item, StoredEntry) else None
     except ValueError:

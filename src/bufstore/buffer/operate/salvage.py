@@ -10,21 +10,22 @@ knows.
 Rule 2: an entry that may have been acknowledged and is not known to be applied is applied or parked, never dropped. A
 snapshot at a position that Postgres has passed may be older than everything that a watermark remembers: it is applied
 only if it builds on an entry that is known to be applied; otherwise it could rewind the thread.
-Rule 3: what is parked for that doubt names no base, so that no replay applies it either.
+Rule 3: a watermark whose memory is full has forgotten what was applied earlier. An entry that may be among that is
+parked without a base, and so is what builds on it, so that no replay rewinds the thread either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from bufstore.buffer import recent_keys
 from bufstore.buffer.chain import Parked, Plan, Watermark, plan
-from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry
+from bufstore.buffer.entry import Base, Entry, Item, StoredEntry
 
-#: Why an entry is parked at a position that Postgres has passed, where nothing tells whether it is applied.
-_DOUBT = "it is applied already, or was written after the log had gone back"
+#: Why an entry is parked at a position that Postgres has passed, if it builds on nothing that Postgres knows.
+_UNFOUNDED = "it may be older than what is applied"
 
 
 def reason_to_repair(
@@ -87,16 +88,16 @@ def plan_salvage(
     items: Sequence[Item],
     *,
     common: int,
-    settled: Set[int],
+    settled: Mapping[int, int | None],
     poison: Mapping[int, str] | None = None,
     among: Sequence[Item] | None = None,
 ) -> Plan:
     """Decide which of the log's entries of a thread take effect on `watermark`, and which are parked.
 
     `common`: the position up to which the log is the one that Postgres knows. `settled`: positions whose entries are in
-    quarantine. `poison`: the ids of entries that turned out to be inapplicable, each with the cause. `among`: all
-    entries that the log has of the thread, if `items` are only some of them; only all of them together tell which are
-    applied, and which build on those.
+    quarantine, each with the base that it names. `poison`: the ids of entries that turned out to be inapplicable, each
+    with the cause. `among`: all entries that the log has of the thread, if `items` are only some of them; only all of
+    them together tell which are applied, and which build on those.
     """
     # A thread's entries are settled in order, so all entries before an applied one are settled.
     among = items if among is None else among
@@ -107,10 +108,16 @@ def plan_salvage(
     if not remaining:
         return Plan(watermark=watermark)
     start = min(watermark.flushed_seq, min(i.seq for i in remaining) - 1)
-    founded = _founded(watermark, left)
-    unfounded = {i.entry.id: _DOUBT for i in left if isinstance(i, StoredEntry) and _whole(i) and i.seq not in founded}
+    founded = _founded(watermark, among, common, settled)
+    forgetful = recent_keys.full(watermark.keys)
+    unfounded = {
+        i.seq: i.entry.id
+        for i in left
+        if isinstance(i, StoredEntry) and i.seq not in founded and (forgetful or _whole(i))
+    }
     behind = msgspec.structs.replace(watermark, flushed_seq=start)
-    found = plan(behind, remaining, complete=True, poison={**unfounded, **(poison or {})})
+    causes = {id_: _UNFOUNDED for seq, id_ in unfounded.items() if seq <= watermark.flushed_seq} | dict(poison or {})
+    found = plan(behind, remaining, complete=True, poison=causes)
     # In a healthy log an entry that came too late is superseded. Here it may be the thread's newest, so it is parked
     # and an operator decides.
     judged = {i.seq for i in found.apply} | {p.item.seq for p in found.park}
@@ -121,20 +128,32 @@ def plan_salvage(
         broken = after.broken_since if after.broken_since is not None else item.seq
         after = msgspec.structs.replace(after, broken_since=broken)
     after = msgspec.structs.replace(after, flushed_seq=max(watermark.flushed_seq, after.flushed_seq))
-    park = [p if isinstance(p.item, Malformed) or p.item.seq in founded else Parked(p.item, _DOUBT) for p in park]
+    if forgetful:
+        park = [Parked(p.item, p.cause) if p.item.seq in unfounded else p for p in park]
     return Plan(watermark=after, apply=found.apply, park=sorted(park, key=lambda p: p.item.seq))
 
 
-def _founded(watermark: Watermark, items: Sequence[Item]) -> set[int]:
-    """Return the positions of entries that are newer than what is applied: behind it, or built on a part of it."""
-    entries = sorted((i for i in items if isinstance(i, StoredEntry)), key=lambda i: i.seq)
-    founded: set[int] = set()
-    ids: set[int] = set()
-    for item in entries:
+def _founded(watermark: Watermark, items: Sequence[Item], common: int, settled: Mapping[int, int | None]) -> set[int]:
+    """Return the positions of the entries, of those that are left, that are certainly newer than all that is applied.
+
+    They are behind all of it, or build on what the watermark remembers and are not remembered themselves, or on others
+    of them. What is behind all of it and goes on from an older one is not founded.
+    """
+    founded, newer, older = set[int](), set[int](), set[int]()
+    for item in sorted((i for i in items if isinstance(i, StoredEntry)), key=lambda i: i.seq):
         e = item.entry
-        if item.seq > watermark.flushed_seq or e.prev_id in ids or _known(watermark, e.prev_id):
+        if item.seq in settled or _done(watermark, item, common):
+            # Nothing was applied since an entry was parked on the present base.
+            if _remembered(watermark, e) or settled.get(item.seq) == watermark.applied_id:
+                newer.add(e.id)
+            continue
+        if item.seq > watermark.flushed_seq:
+            new = _whole(item) or e.prev_id not in older
+        else:
+            new = e.prev_id in newer or _known(watermark, e.prev_id)
+        (newer if new else older).add(e.id)
+        if new:
             founded.add(item.seq)
-            ids.add(e.id)
     return founded
 
 
@@ -158,7 +177,9 @@ def _done(watermark: Watermark, item: Item, common: int) -> bool:
         return False
     if item.seq <= common:
         return True
+    return isinstance(item, StoredEntry) and _remembered(watermark, item.entry)
+
+
+def _remembered(watermark: Watermark, entry: Entry) -> bool:
     # The watermark may have the entry's idempotency key: then the same write took effect in an entry that the log lost.
-    return isinstance(item, StoredEntry) and (
-        _applied(watermark, item.entry) or recent_keys.holds(watermark.keys, recent_keys.newest(item.entry.keys))
-    )
+    return _applied(watermark, entry) or recent_keys.holds(watermark.keys, recent_keys.newest(entry.keys))

@@ -124,8 +124,9 @@ def show_(options: Options, id_: int) -> None:
 def replay(options: Options, what: str | None, thread: str | None, everything: bool) -> None:
     """Apply parked entries: one ID with what was parked behind it, a THREAD, or --all.
 
-    Skips an entry if its thread has moved on without it; applies the rest in the log's order, exactly once. Safe to run
-    beside flushers, and to repeat. Exit code 1 when something stays in quarantine.
+    Skips an entry if its thread has moved on without it, or if nothing tells whether it is applied already; applies the
+    rest in the log's order, exactly once. Safe to run beside flushers, and to repeat. Exit code 1 when something stays
+    in quarantine.
     """
     if [what is not None, thread is not None, everything].count(True) != 1:
         raise click.UsageError("Replay what? Give an ID, a THREAD, or --all.")

@@ -74,12 +74,13 @@ def _lines(found: Repaired, how: str) -> list[str]:
     lines = [f"found: {found.reason}"]
     if found.done:
         lines.append(f"applied {found.applied} entries of {found.threads} threads that the log shows")
-        lines.append(f"parked {found.parked} entries that fit nowhere" + _look(found))
+        lines.append(f"parked {found.parked} entries that fit nowhere, or may be applied already" + _look(found))
         lines.append(f"the stream is removed; the next start creates generation {found.epoch}")
     else:
         unknown = found.applied + found.parked
         lines.append(f"the log shows {found.threads} threads; {unknown} entries are not known to be in Postgres:")
-        lines.append(f"  {found.applied} would be applied, {found.parked} fit nowhere and would go to quarantine")
+        lines.append(f"  {found.applied} would be applied")
+        lines.append(f"  {found.parked} fit nowhere, or may be applied already, and would go to quarantine")
         lines.append(f"then the stream would be removed, and the next start would create generation {found.epoch}")
         if found.unarchived_from is not None:
             lines.append(f"no archive has the log from position {found.unarchived_from} on, and none can get it then:")
