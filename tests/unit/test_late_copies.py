@@ -16,15 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore import elapsed
-from bufstore.buffer import producers
+from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.chain import plan
+from bufstore.buffer.entry import Base, Entry, encode
 from bufstore.errors import IdempotencyConflict, LogUnavailable, OutcomeUnknown, StoreUnavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
-from bufstore.threads.model import decode_message
-from bufstore.threads.payload import decode_payload
+from bufstore.threads.model import Run, decode_message, encode_messages, encode_run
+from bufstore.threads.payload import Payload, decode_payload, encode_payload
+from bufstore.threads.write import save_of
 from bufstore.types import Consistency, Receipt
 from thorough import examples, seldom
 from unit.fake_log import run
+from unit.group_server import SUBJECTS
 from unit.write_world import Instance, World, test
 
 #: How the write that is held up is made and repeated: by its token, by a key, with a source's number, in a series.
@@ -496,5 +499,37 @@ def test_a_machine_that_is_not_suspended_has_one_clock() -> None:
         before = elapsed.now_s()
         await asyncio.sleep(5)
         assert 4.9 < elapsed.now_s() - before < 6  # the kernel's two clocks are read one after the other
+
+    test(main)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["append", "checkpoint"])
+@pytest.mark.parametrize("again", [False, True], ids=["another write", "the same write again"])
+def test_an_entry_that_a_flush_passes_over_is_neither_built_on_nor_taken_for_a_repeat(whole: bool, again: bool) -> None:
+    """No release writes such an entry; if a log has one, only the watermark tells that it does not count."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["m0"])
+        await world.flush_and_purge()
+        content = encode_messages(["mine"])
+        run_ = Run(run_id="superseded", thread_id="t")
+        header, body = encode(
+            Entry(
+                id=1,
+                prev_id=0,
+                base=Base.NONE,
+                seen=0,
+                version=1,
+                self_contained=True,
+                keys=recent_keys.item("k", b"|".join(content)),
+                keys_complete=True,
+                payload=encode_payload(Payload(0, content, encode_run(run_), save_of(run_))),
+            )
+        )
+        world.log.store([Outgoing(SUBJECTS.of("t"), body, header)])
+        receipt = await write(Instance(world), "key" if again else "source", whole=whole)
+        assert not receipt.repeated
+        await check_it_is_there_once(world)
+        assert await world.messages() == (["mine"] if whole else ["m0", "mine"])
 
     test(main)
