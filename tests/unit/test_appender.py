@@ -1376,3 +1376,22 @@ def test_a_thread_of_which_an_entry_cannot_be_built_takes_the_next_write(monkeyp
         raise MemoryError
 
     test(main)
+
+
+def test_what_others_wrote_is_not_put_on_a_base_when_some_of_it_is_gone() -> None:
+    """Else the next list would be compared with messages that the thread never had, and stored as a part of those."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        two = Instance(world)
+        await two.checkpoint(["x"])
+        last = await two.append(["c"])
+        await world.flush()
+        world.log.expire_below(last.thread_seq)
+        assert [item.seq for item in world.tail("t")] == [last.thread_seq]
+        await one.checkpoint(["a", "c", "d"])
+        await world.flush()
+        assert await world.messages() == ["a", "c", "d"]
+        assert world.ledger.parked.entries == {}
+
+    test(main)
