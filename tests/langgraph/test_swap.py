@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import itertools
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,12 @@ async def place(servers: Servers) -> Place:
     async with place.plain() as plain:
         await plain.setup()
     return place
+
+
+class Room(str, enum.Enum):  # noqa: UP042  (not as str() prints it)
+    """Names of threads in an app."""
+
+    LOBBY = "lobby"
 
 
 async def _history(saver: BaseCheckpointSaver[str], thread_id: str) -> list[Any]:
@@ -60,6 +67,16 @@ async def test_a_graph_interrupted_there_is_resumed_here_and_the_other_way_round
     async with place.saver() as ours:
         assert (await _approve(ours, first))["approved"] == "yes"
         assert (await _say(ours, second))["turns"] == 2
+
+
+async def test_a_thread_that_a_member_of_an_enum_names_is_the_one_that_the_other_has_written(place: Place) -> None:
+    async with place.plain() as plain:
+        await _say(plain, Room.LOBBY)
+    async with place.saver() as ours:
+        assert (await _approve(ours, Room.LOBBY))["approved"] == "yes"
+        assert (await _say(ours, "lobby"))["turns"] == 2
+        await ours.adelete_thread(Room.LOBBY)
+        assert await ours.aget_tuple(config("lobby")) is None
 
 
 async def test_both_read_the_same_of_what_either_has_written(place: Place) -> None:

@@ -55,11 +55,12 @@ def place(config: Mapping[str, Any]) -> Place:
 def id_of(value: object, what: str) -> str:
     """Return the id of a thread or run as text: LangGraph takes anything that has one. Raises InvalidId.
 
-    None is no id. As text it would be one and the same for all who have none.
+    None is no id. As text it would be one and the same for all who have none. A member of an enum of str stands for its
+    text, as in LangGraph's own saver.
     """
     if value is None:
         raise InvalidId(f"{what} is None")
-    return check_id(str(value), what)
+    return check_id(str.__str__(value) if isinstance(value, str) else str(value), what)
 
 
 def thread_of(thread_id: object) -> str:
