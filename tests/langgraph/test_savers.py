@@ -287,6 +287,20 @@ async def test_a_list_goes_on_before_a_checkpoint_of_which_only_the_id_is_given(
     assert [item.config async for item in saver.alist({}, before=before, limit=1)] == [first]
 
 
+@pytest.mark.parametrize(("limit", "many"), [("2", 2), (True, 1), (2.7, 2), (0, 0)], ids=str)
+async def test_the_limit_of_a_list_is_any_number_that_int_takes(
+    saver: AsyncBufferedSaver, limit: Any, many: int
+) -> None:
+    """So does LangGraph's own saver, and a limit is often a parameter of a URL, which is text."""
+    at = config(fresh())
+    for _ in range(3):
+        at = await _put(saver, at, {"a": [1]})
+    thread: Any = {"configurable": {"thread_id": at["configurable"]["thread_id"]}}
+    assert len([item async for item in saver.alist(thread, limit=limit)]) == many
+    with pytest.raises(ValueError, match="many"):
+        await anext(saver.alist(thread, limit="many"), None)  # type: ignore[arg-type]
+
+
 async def test_all_levels_show_what_they_promise(place: Place) -> None:
     thread_id = fresh()
     async with place.saver(flush=0.0) as writer:

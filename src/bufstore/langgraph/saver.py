@@ -265,7 +265,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
             metadata=json_of(filter, "the filter") if filter else None,
             before=id_in(before) if before is not None else None,
         )
-        async for found_in, tables in self.engine.pages(query, limit):
+        async for found_in, tables in self.engine.pages(query, int(limit) if limit is not None else None):
             (row,) = tables.checkpoints.values()
             yield tuple_of(self.serde, self.get_next_version, found_in, tables, row)
 
