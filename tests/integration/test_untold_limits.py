@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from bufstore import BufferedThreadStore, ConfigError, Consistency, FlushTimeout, LogFull
 from bufstore.embedded import NatsServer, Servers
 from bufstore.mailbox import NatsMailboxNames, NatsMailboxStore
+from bufstore.tokens import ExclusiveWork, TokensConfig
 from conftest import Deployment
 from helpers import eventually, healthy, run_of, said, writable
 from rights import guarded
@@ -110,6 +112,38 @@ async def test_a_feed_without_a_subscription_is_told() -> None:
                 return "max_subs" in str(late.value)
 
             await eventually(says_so)
+
+
+@pytest.mark.parametrize(
+    ("limit", "storage", "kind", "what"),
+    [
+        ("max_mem: 300KB", "memory", LogFull, "max_memory_store"),
+        ("max_streams: 3", "file", ConfigError, "max_streams"),
+    ],
+)
+async def test_a_limit_of_the_account_is_told_with_what_to_raise(
+    limit: str, storage: Any, kind: type[Exception], what: str
+) -> None:
+    """Regression: too little memory was told as an outage, which a retry cannot end."""
+    account = f"users: [{{user: a, password: p}}], jetstream {{ max_file: 1GB, max_mem: 100MB, {limit} }}"
+    with Servers(nats_config=f"accounts {{ A {{ {account} }} }}\n") as servers:
+        url = f"nats://a:p@127.0.0.1:{servers.nats.port}"
+        async with await ExclusiveWork.open(url, TokensConfig(name="first")):
+            with pytest.raises(kind, match=what):
+                await ExclusiveWork.open(url, TokensConfig(name="second", storage=storage, max_bytes=1 << 20))
+
+
+async def test_a_flusher_for_which_there_is_no_consumer_says_what_to_raise() -> None:
+    account = "users: [{user: a, password: p}], jetstream { max_file: 1GB, max_mem: 100MB, max_consumers: 1 }"
+    with Servers(nats_config=f"accounts {{ A {{ {account} }} }}\n") as servers:
+        deployment, url = Deployment(servers), f"nats://a:p@127.0.0.1:{servers.nats.port}"
+        async with deployment.store(nats=url) as one, deployment.store(nats=url) as other:
+
+            async def said() -> bool:
+                found = [(await store.health()).flush_trouble for store in (one, other)]
+                return any("raise max_consumers" in trouble for trouble in found)
+
+            await eventually(said)
 
 
 async def test_storage_that_another_stream_has_taken_is_not_said_to_be_the_logs(

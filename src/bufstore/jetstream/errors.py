@@ -57,7 +57,8 @@ class StorageFull(LogFull):
     def __init__(self, said: str) -> None:
         super().__init__(
             f"NATS has no storage left ({said}): other streams, or other files on its disk, have taken it. Make room "
-            "there, or raise the server's max_file_store or the account's storage."
+            "there, or raise the server's max_file_store (of a stream in memory: max_memory_store) or the account's "
+            "storage."
         )
         #: The server's own words.
         self.said = said
@@ -100,6 +101,10 @@ def _store_failed(e: ApiError) -> Exception:
     return StorageFailed(e.description)
 
 
+def _too_many(what: str, limit: str) -> Callable[[ApiError], Exception]:
+    return lambda e: ConfigError(f"NATS permits no further {what} ({e.description}): raise {limit} of the account")
+
+
 def _not_so(what: str) -> Callable[[ApiError], Exception]:
     # The server has one code for settings that cannot work and for settings that it could not write to its disk.
     def error(e: ApiError) -> Exception:
@@ -126,6 +131,9 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10002: lambda e: StorageFull(e.description),
     10047: lambda e: StorageFull(e.description),
     10023: lambda e: StorageFull(e.description),
+    10028: lambda e: StorageFull(e.description),
+    10026: _too_many("consumer of this stream", "max_consumers"),
+    10027: _too_many("stream", "max_streams"),
     10175: lambda e: BatchRefused(e.description),  # sequence missing
     10176: lambda e: BatchRefused(e.description),  # incomplete, e.g. abandoned for being idle
     10177: lambda e: BatchRefused(e.description),  # a header that batches do not support
