@@ -405,8 +405,11 @@ def _claims(kind: str, subject: str, issuer: str, **nats: Any) -> dict[str, Any]
             "nats": {"type": kind, "version": 2, **nats}}  # fmt: skip
 
 
-def operator_mode() -> tuple[str, str, str]:
-    """Return a server's configuration with accounts by JWT, and the credentials of an app's and of a system user."""
+def operator_mode(**claims: int) -> tuple[str, str, str]:
+    """Return a server's configuration with accounts by JWT, and the credentials of an app's and of a system user.
+
+    `claims`: more of the app's user, like `exp`.
+    """
     operator, operator_id, _ = _key(nkeys.PREFIX_BYTE_OPERATOR)
     account, account_id, _ = _key(nkeys.PREFIX_BYTE_ACCOUNT)
     system, system_id, _ = _key(nkeys.PREFIX_BYTE_ACCOUNT)
@@ -421,13 +424,13 @@ def operator_mode() -> tuple[str, str, str]:
         f"operator: {operator_jwt}\nsystem_account: {system_id}\nresolver: MEMORY\n"
         f"resolver_preload: {{ {account_id}: {account_jwt}, {system_id}: {system_jwt} }}\n"
     )
-    return config, _credentials(account, account_id), _credentials(system, system_id)
+    return config, _credentials(account, account_id, **claims), _credentials(system, system_id)
 
 
-def _credentials(account: Any, account_id: str) -> str:
+def _credentials(account: Any, account_id: str, **claims: int) -> str:
     """Return what is in the credentials file of a new user of the account."""
     _, user_id, user_seed = _key(nkeys.PREFIX_BYTE_USER)
-    user_jwt = _jwt(_claims("user", user_id, account_id, subs=-1, data=-1, payload=-1), account)
+    user_jwt = _jwt(_claims("user", user_id, account_id, subs=-1, data=-1, payload=-1) | claims, account)
     return (
         f"-----BEGIN NATS USER JWT-----\n{user_jwt}\n------END NATS USER JWT------\n\n"
         f"-----BEGIN USER NKEY SEED-----\n{user_seed}\n------END USER NKEY SEED------\n"
@@ -446,6 +449,34 @@ async def test_a_credentials_file_or_its_contents(servers: Servers, tmp_path: Pa
         with pytest.raises(ConfigError, match="refused the credentials"):
             async with Deployment(servers).store(nats=server.url):
                 pass
+
+
+async def test_credentials_that_have_expired_are_told_to_be(servers: Servers, tmp_path: Path) -> None:
+    """NATS says "Authorization Violation" to whoever connects with them, as if they were wrong."""
+    config, contents, _ = operator_mode(exp=int(time.time()) + 3)
+    server = NatsByHand(tmp_path / "nats", config)
+    async with server:
+        nats = NatsConfig(servers=server.url, credentials=contents)
+        connection = Connection(nats, "test")
+        await connection.open()
+
+        async def says_so() -> bool:
+            try:
+                connection.client()
+            except LogUnavailable as e:
+                return "refused the credentials" in str(e) and "expired at 20" in str(e)
+            return False
+
+        await eventually(says_so)
+        await connection.aclose()
+        with pytest.raises(ConfigError, match=r"expired at 20\S+Z: renew it"):
+            await Connection(nats, "test").open()
+    _, contents, _ = operator_mode(exp=int(time.time()) + 3600)
+    server = NatsByHand(tmp_path / "other", operator_mode()[0])
+    async with server:
+        with pytest.raises(ConfigError, match="refused the credentials") as caught:
+            await Connection(NatsConfig(servers=server.url, credentials=contents), "test").open()
+    assert "expired" not in str(caught.value)
 
 
 async def test_credentials_that_cannot_be_used_are_no_outage(

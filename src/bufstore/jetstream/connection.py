@@ -205,7 +205,7 @@ class Connection(Exchange):
                 await check_room(client, 0, self._config.connect_timeout_s)
         except BaseException as e:
             await close_client(client)
-            if isinstance(e, Exception) and (reason := why(e, client, server.url)) is not e:
+            if isinstance(e, Exception) and (reason := why(e, client, server.url, self._config.credentials)) is not e:
                 raise reason from None
             raise
         return client

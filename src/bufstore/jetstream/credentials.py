@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from base64 import urlsafe_b64decode
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +49,25 @@ def read_credentials(credentials: str | Path) -> RawCredentials:
     except Exception:
         raise ConfigError("NatsConfig.credentials are invalid: their seed is damaged") from None
     return RawCredentials("\n".join(lines) + "\n")
+
+
+def expiry(credentials: str | Path | None) -> str:
+    """Return when the user's JWT expired, to be added to an error; "" if it has not, or if that cannot be found out.
+
+    The server refuses such a JWT without saying why.
+    """
+    if credentials is None:
+        return ""
+    try:
+        lines = str(read_credentials(credentials)).splitlines()
+        jwt = next(after for line, after in pairwise(lines) if _JWT in line)
+        claims = jwt.split(".")[1]
+        ends = datetime.fromtimestamp(json.loads(urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["exp"], UTC)
+    except Exception:  # whatever is in there
+        return ""
+    if ends > datetime.now(UTC):
+        return ""
+    return f"; the JWT in NatsConfig.credentials expired at {ends:%Y-%m-%dT%H:%M:%SZ}: renew it"
 
 
 def sign_in(config: NatsConfig, server: Server) -> dict[str, Any]:
