@@ -18,9 +18,10 @@ from msgspec.structs import replace
 from bufstore import AlreadyExists, BufstoreError, LogUnavailable, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.jetstream import subject_tokens
+from bufstore.jetstream.direct_gets import Shown
 from bufstore.jetstream.fresh_reads import FreshReads
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
-from bufstore.jetstream.stream import NatsStream, Shown
+from bufstore.jetstream.stream import NatsStream
 from bufstore.mailbox import Dispatch, StaleClaim, Status, StepUnknown, Sweeper
 from bufstore.mailbox.nats import NatsBackend
 from bufstore.mailbox.store import MailboxStore

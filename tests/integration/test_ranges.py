@@ -18,8 +18,8 @@ from nats.aio.client import Client
 from bufstore.config import as_nats_config
 from bufstore.embedded import NatsServer
 from bufstore.errors import LogFull
+from bufstore.jetstream.direct_gets import Shown
 from bufstore.jetstream.errors import MessageMissing
-from bufstore.jetstream.stream import Shown
 from bufstore.nats import ranges
 from bufstore.nats.ranges import LogReader
 from conftest import Deployment

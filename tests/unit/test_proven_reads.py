@@ -21,8 +21,8 @@ from bufstore import (
     StoreUnavailable,
 )
 from bufstore.config import BufferConfig, LogConfig
+from bufstore.jetstream.direct_gets import Shown
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
-from bufstore.jetstream.stream import Shown
 from bufstore.memory import MemoryNats
 from bufstore.nats.log import NatsLog
 from bufstore.shared_call import SharedCall

@@ -20,8 +20,8 @@ from bufstore.buffer.groups.last_seen import LastSeen, Seen
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import LogRolledBack, LogUnavailable
+from bufstore.jetstream.direct_gets import Shown
 from bufstore.jetstream.messages import HEADER, Outgoing, StoredMessage
-from bufstore.jetstream.stream import Shown
 from bufstore.nats.log import NatsLog
 from bufstore.nats.same_log import GONE_S, SameLog, Unproven
 from bufstore.nats.setup import out_of_service

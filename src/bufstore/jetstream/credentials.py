@@ -62,10 +62,11 @@ def expiry(credentials: str | Path | None) -> str:
         lines = str(read_credentials(credentials)).splitlines()
         jwt = next(after for line, after in pairwise(lines) if _JWT in line)
         claims = jwt.split(".")[1]
-        ends = datetime.fromtimestamp(json.loads(urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["exp"], UTC)
+        exp = json.loads(urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["exp"]
+        ends = datetime.fromtimestamp(exp, UTC)
     except Exception:  # whatever is in there
         return ""
-    if ends > datetime.now(UTC):
+    if exp <= 0 or ends > datetime.now(UTC):  # 0: it never ends
         return ""
     return f"; the JWT in NatsConfig.credentials expired at {ends:%Y-%m-%dT%H:%M:%SZ}: renew it"
 

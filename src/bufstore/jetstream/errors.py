@@ -102,7 +102,7 @@ def _store_failed(e: ApiError) -> Exception:
 
 
 def _too_many(what: str, limit: str) -> Callable[[ApiError], Exception]:
-    return lambda e: ConfigError(f"NATS permits no further {what} ({e.description}): raise {limit} of the account")
+    return lambda e: ConfigError(f"NATS permits no further {what} ({e.description}): raise {limit}")
 
 
 def _not_so(what: str) -> Callable[[ApiError], Exception]:
@@ -132,8 +132,8 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10047: lambda e: StorageFull(e.description),
     10023: lambda e: StorageFull(e.description),
     10028: lambda e: StorageFull(e.description),
-    10026: _too_many("consumer of this stream", "max_consumers"),
-    10027: _too_many("stream", "max_streams"),
+    10026: _too_many("consumer of this stream", "max_consumers of the account, or of the stream if it has one"),
+    10027: _too_many("stream", "max_streams of the account"),
     10175: lambda e: BatchRefused(e.description),  # sequence missing
     10176: lambda e: BatchRefused(e.description),  # incomplete, e.g. abandoned for being idle
     10177: lambda e: BatchRefused(e.description),  # a header that batches do not support

@@ -6,20 +6,17 @@ import asyncio
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 import msgspec
-import nats.errors
 
 from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogUnavailable, TooLarge
-from bufstore.jetstream import frames
 from bufstore.jetstream.answers import NO_ANSWER, Answer, answer_of
-from bufstore.jetstream.client import round_trip
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.errors import ApiError, MessageMissing, Mirrored, StreamMissing, TooManyResults, to_error
-from bufstore.jetstream.exchange import AGAIN_S
-from bufstore.jetstream.headers import added, entry_header, status_of
+from bufstore.jetstream.direct_gets import DirectGets, NobodyReads, Shown
+from bufstore.jetstream.errors import ApiError, MessageMissing, StreamMissing, to_error
+from bufstore.jetstream.headers import entry_header
 from bufstore.jetstream.messages import (
     AppendUnknown,
     BatchRefused,
@@ -34,7 +31,6 @@ from bufstore.jetstream.questions import Doubt
 from bufstore.jetstream.server_version import check_version
 from bufstore.log_lines import LogLines
 from bufstore.shared_call import SharedCall
-from bufstore.tasks import ended_within
 
 _log = LogLines(__name__)
 
@@ -54,17 +50,6 @@ _REPEATABLE = ("STREAM.INFO.", "CONSUMER.INFO.", "CONSUMER.CREATE.", "CONSUMER.D
 class _PubAck(msgspec.Struct):
     seq: int = 0
     error: ApiError | None = None
-
-
-class Shown(NamedTuple):
-    """What one replica answered to one request, as of one moment."""
-
-    #: The messages, in order.
-    messages: list[StoredMessage]
-    #: How many messages the answer had no room for.
-    more: int
-    #: The last sequence that the replica had; 0 where it does not say.
-    end: int
 
 
 _ack_decoder = msgspec.json.Decoder(_PubAck)
@@ -89,6 +74,7 @@ class NatsStream:
         #: its writer checks what is there. One proof is enough for all writes that were refused meanwhile.
         leads = self._remove_nothing if consumed_whole else lambda: self.prove(f"{name}.unused", _PROOF_S)
         self._doubt = Doubt(_is_refused, SharedCall(leads)) if self.replicated else None
+        self._direct = DirectGets(connection, api, name, replicated=self.replicated)
         #: See `watch_settings`; and what it found at the last look.
         self._check_settings: Callable[[Mapping[str, Any]], None] | None = None
         self._altered = ""
@@ -353,8 +339,8 @@ class NatsStream:
         """Send one direct get. `partly`: the messages that have come when the time is over are an answer, too."""
         until = asyncio.get_running_loop().time() + timeout_s
         try:
-            return await self._direct_get(request, timeout_s, partly=partly)
-        except _NobodyReads:
+            return await self._direct.get(request, timeout_s, partly=partly)
+        except NobodyReads:
             # So it is when there is no such stream, while a stream has no leader, and without direct reads.
             if (why := await self._why_unread(until - asyncio.get_running_loop().time())) is not None:
                 raise why from None
@@ -367,45 +353,13 @@ class NatsStream:
         except StreamMissing:
             return StreamMissing(f"stream {self.name} is gone")
         except ConfigError as e:  # JetStream was switched off
-            return _NobodyReads(f"nobody answers reads of stream {self.name}: {e}")
+            return NobodyReads(f"nobody answers reads of stream {self.name}: {e}")
         except BufstoreError:
             return None
         if config.get("allow_direct"):
             return None
         how = f"switch it on again: `nats stream edit {self.name} --allow-direct`"
-        return _NobodyReads(f"somebody has switched off allow_direct of stream {self.name}, so nobody reads it; {how}")
-
-    async def _direct_get(self, request: dict[str, Any], timeout_s: float, *, partly: bool) -> Shown:
-        client, subject, body = self._connection.client(), f"{self._api}.DIRECT.GET.{self.name}", json.dumps(request)
-        loop, gets, pause_s = asyncio.get_running_loop(), list[_Get](), AGAIN_S
-        done: asyncio.Future[Shown] = loop.create_future()
-        until = loop.time() + timeout_s
-        try:
-            with ExitStack() as asked:
-                came = 0
-                while not done.done():
-                    if sum(map(len, gets)) == came:
-                        gets.append(get := _Get(self.name, done))
-                        reply = asked.enter_context(self._connection.answers(subject, get.add, get.end))
-                        await frames.post(client, subject, body.encode(), reply)
-                    came, left_s = sum(map(len, gets)), until - loop.time()
-                    last = not self.replicated or left_s <= pause_s
-                    if await ended_within(done, left_s if last else pause_s):
-                        break
-                    if last:
-                        raise TimeoutError
-                    pause_s *= 2
-                    # A node that hangs answers nothing: then another copy is asked. But what was sent to us before the
-                    # answer to a PING has come by then: on a link that is only slow, nothing is asked for twice.
-                    await round_trip(client, until - loop.time())
-                return done.result()
-        except (TimeoutError, nats.errors.TimeoutError):
-            pass
-        except (nats.errors.Error, OSError) as e:
-            raise LogUnavailable(f"cannot read the log: {type(e).__name__}") from None
-        if partly and (most := max(gets, key=len).came()) is not None:
-            return most
-        raise LogUnavailable("the log did not answer a read in time")
+        return NobodyReads(f"somebody has switched off allow_direct of stream {self.name}, so nobody reads it; {how}")
 
 
 def _is_refused(answer: bytes) -> bool:
@@ -414,64 +368,6 @@ def _is_refused(answer: bytes) -> bool:
     except ValueError:
         return False
     return error is not None and not isinstance(to_error(error, ""), Conflict)
-
-
-class _NobodyReads(LogUnavailable):
-    """No server answers direct gets of the stream."""
-
-
-class _Get:
-    """The answers to one direct get of a stream, until its end."""
-
-    def __init__(self, stream: str, done: asyncio.Future[Shown]) -> None:
-        """`done` gets what came, once that is the whole answer."""
-        self._stream, self._ours = stream, f"Nats-Stream: {stream}\r\n".encode()
-        self.done = done
-        self._messages: list[StoredMessage] = []
-        #: The headers of the last message.
-        self._headers = b""
-
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    def came(self) -> Shown | None:
-        """Return what has come of an answer whose end has not come; None for nothing."""
-        left = int(added(self._headers, b"Nats-Num-Pending") or "0")
-        return Shown(self._messages, max(left, 1), 0) if self._messages else None
-
-    def add(self, data: bytes, headers: bytes) -> None:
-        """Take a message, whose stored subject is in a header, or the status that ends the answer."""
-        # A stored message may have a status of its own, because anybody may publish. Only the server adds a sequence.
-        seq = added(headers, b"Nats-Sequence")
-        if seq is not None:
-            # All messages come from one stream, so only the first is checked. The server lets a mirror answer, too,
-            # which may lag or hold less. Behind stored headers that are malformed, the server's own may not be found.
-            if not self._messages and self._ours not in headers and (by := added(headers, b"Nats-Stream")) is not None:
-                self.fail(Mirrored(self._stream, by))
-            subject = added(headers, b"Nats-Subject") or ""
-            self._messages.append(StoredMessage(subject, int(seq), entry_header(headers), data))
-            self._headers = headers
-        elif not self.done.done():
-            status, description = status_of(headers)
-            if status in ("204", "404"):
-                more, end = (int(added(headers, name) or "0") for name in (b"Nats-Num-Pending", b"Nats-UpTo-Sequence"))
-                self.done.set_result(Shown(self._messages, more, end))
-            elif status == "503":
-                self.fail(_NobodyReads(f"nobody answers reads of stream {self._stream}"))
-            elif status == "413":
-                self.fail(TooManyResults("the log has too many subjects for one read"))
-            else:
-                self.fail(LogUnavailable(f"stream {self._stream} refused a read: {status} {description}"))
-
-    def end(self, error: bytes | Exception) -> bool:
-        """Note that no more comes."""
-        self.fail(error if isinstance(error, ConfigError) else LogUnavailable("the connection was lost while reading"))
-        return False
-
-    def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # a cancelled reader will not retrieve it
 
 
 class _LeaderMessage(msgspec.Struct):
