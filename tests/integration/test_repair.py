@@ -15,7 +15,6 @@ from bufstore import BufferedThreadStore, ConfigError, Consistency, LogRolledBac
 from bufstore.buffer.flush import lease
 from bufstore.buffer.operate.repair import Repaired
 from bufstore.buffer.places import ENTRIES_MAX
-from bufstore.buffer.ports.log import Floor
 from bufstore.embedded import Servers
 from bufstore.nats.log import NatsLog
 from bufstore.threads.repairing import repair
@@ -248,40 +247,6 @@ async def test_a_log_older_than_what_postgres_remembers_rewinds_no_thread(own_se
         assert await store.quarantine.discard([o.seq for o in outcomes]) == len(outcomes)
         await append(store, deltas, 40)
         assert await flushed(store, deltas) == [*expected[deltas], 40]
-
-
-async def test_a_bucket_that_is_newer_than_log_and_postgres_hides_nothing(deployment: Deployment) -> None:
-    """Regression: both were restored to one moment, and fresh reads and `verify` went by what was flushed later."""
-    async with deployment.store() as store:
-        await append(store, "t", 0)
-        await store.force_flush_all()
-    deployment.verified = False
-    async with deployment.store(flusher=False) as writer:
-        later = await writer.buffer.log.end(5.0) + 1000 * ENTRIES_MAX
-        partitions = range(deployment.log.partitions)
-        await writer.buffer.shared.put_floors(dict.fromkeys(partitions, Floor(later, later)))
-        await writer.buffer.shared.report(dict.fromkeys(partitions, later))
-        await eventually(lambda: _told(writer, later))
-    async with deployment.store(flusher=False) as writer, deployment.store(flusher=False) as reader:
-        await append(writer, "t", 1)
-        assert await reader.load_messages("t") == [0, 1]
-        assert (await reader.health()).read_trouble == ""
-        await append(reader, "t", 2)
-        assert await writer.load_messages("t") == [0, 1, 2]
-        deployment.verified = True
-        async with deployment.store():
-            await eventually(lambda: _all_well(writer))
-            assert await flushed(writer, "t") == [0, 1, 2]
-
-
-async def _told(store: BufferedThreadStore, later: int) -> bool:
-    shared = store.buffer.shared
-    told = [*(await shared.progress()).values(), *(f.settled for f in (await shared.floors()).values())]
-    return told.count(later) == 2 * store.buffer.subjects.partitions
-
-
-async def _all_well(store: BufferedThreadStore) -> bool:
-    return (await store.verify()).ok
 
 
 class Held:

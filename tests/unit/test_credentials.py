@@ -8,7 +8,6 @@ import time
 from base64 import urlsafe_b64encode
 from typing import Any
 
-import nkeys
 import pytest
 
 from bufstore.jetstream.credentials import expiry
@@ -16,6 +15,7 @@ from bufstore.jetstream.credentials import expiry
 
 def _credentials(claims: dict[str, Any]) -> str:
     jwt = ".".join(urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in ({}, claims, {}))
+    nkeys = pytest.importorskip("nkeys")
     seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER).decode()
     return (
         f"-----BEGIN NATS USER JWT-----\n{jwt}\n------END NATS USER JWT------\n"

@@ -121,7 +121,6 @@ class Takeover:
         state: FlusherState,
     ) -> None:
         self._log, self._ledger, self._subjects = parts.log, parts.ledger, parts.subjects
-        self._shared = parts.shared
         self._stream, self._flush_interval_s = parts.config.log.stream, parts.config.flush_interval_s
         self._member = member
         self._prepare = prepare
@@ -325,9 +324,6 @@ class Takeover:
             owned.passed.note(self._loop.time(), cursor.seq)
         self._state.takeovers += 1
         self._state.partitions = tuple(sorted(self.owned_partitions))
-        with contextlib.suppress(BufstoreError):
-            # What was reported last may be lost, or be of a log and a Postgres from before both were restored.
-            await self._shared.report({cursor.partition: cursor.seq})
 
     async def _mismatch(self, cursor: Cursor, reached: int) -> str | None:
         """Return `mismatch` for a cursor that is still the partition's. Raises LogUnavailable when it no longer is."""

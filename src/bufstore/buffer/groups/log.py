@@ -105,19 +105,10 @@ class GroupLog:
 
     async def _floor(self) -> int:
         """The place from which on everything that is in the log must be known."""
-        first, told = await self._told()
+        first, _ = await self._stream.bounds()
         # What was erased, and everything before it, was settled, even if what the owners said was lost since.
         erased = group_of(await self.erased())
-        return max(first_place(max(first, erased + 1 if erased else 0)), self._settled(told))
-
-    async def _told(self) -> tuple[int, dict[int, Floor]]:
-        """The log's first sequence, and what the owners say of this log.
-
-        What they said of a longer one, which has gone back since, is left out.
-        """
-        floors = await self._shared.floors()
-        first, end = await self._stream.bounds()  # later: whatever is settled was in the log when that was said
-        return first, {p: floor for p, floor in floors.items() if floor.settled <= first_place(end + 1)}
+        return max(first_place(max(first, erased + 1 if erased else 0)), self._settled(await self._shared.floors()))
 
     def _settled(self, floors: Mapping[int, Floor]) -> int:
         """The position below which all partitions are settled; 0 as long as an owner has not said."""
@@ -127,8 +118,7 @@ class GroupLog:
         return settled
 
     async def _settled_now(self) -> int:
-        _, told = await self._told()
-        return self._settled(told)
+        return self._settled(await self._shared.floors())
 
     def _head(self, subject: str) -> int:
         return self._heads.head(hash_of(self._subjects.thread_id(subject)))
@@ -289,7 +279,7 @@ class GroupLog:
         return await self._stream.follow(name, self._subjects.groups, seq, wake)
 
     async def let_go(self, floors: Mapping[int, Floor], reached: int | None = None) -> int:
-        _, there = await self._told()
+        there = await self._shared.floors()
         known = dict(there)
         for partition, floor in floors.items():
             known[partition] = floor.raised(known.get(partition, floor))
