@@ -126,7 +126,7 @@ def test_the_log_alone_does_not_show_what_is_before_damage() -> None:
 def test_an_edit_that_expected_nothing_and_may_be_older_than_all_that_is_known_rewinds_nothing() -> None:
     keys = b"".join(recent_keys.item(recent_keys.key_of(id_), b"") for id_ in range(1, 6))
     ahead = Watermark(flushed_seq=15, applied_id=5, version=5, keys=keys)
-    found = plan_salvage(ahead, [entry(4, 80, 79, Base.UNKNOWN, seen=3)], common=0, settled={})
+    found = plan_salvage(ahead, [entry(4, 80, 79, Base.UNKNOWN, seen=3)], common=0, settled=set())
     assert ([item.seq for item in found.apply], [parked.item.seq for parked in found.park]) == ([], [4])
 
 

@@ -103,9 +103,9 @@ REST = [entry(11, 1, 0), entry(12, 2, 1)]
 
 
 def saved(
-    watermark: Watermark, items: list[Item], *, common: int = 0, settled: dict[int, int | None] | None = None
+    watermark: Watermark, items: list[Item], *, common: int = 0, settled: set[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    found = plan_salvage(watermark, items, common=common, settled=settled or {})
+    found = plan_salvage(watermark, items, common=common, settled=settled or set())
     assert found.watermark.flushed_seq == max([watermark.flushed_seq, *(i.seq for i in items)])
     return [i.seq for i in found.apply], [p.item.seq for p in found.park]
 
@@ -147,10 +147,8 @@ def test_a_snapshot_that_may_be_older_than_all_that_is_known_rewinds_nothing(bas
 FORGETFUL = Watermark(flushed_seq=240, applied_id=140, version=40, keys=ring_of(*range(125, 141)))
 
 
-def bases(
-    watermark: Watermark, items: list[Item], *, settled: dict[int, int | None] | None = None
-) -> dict[int, int | None]:
-    found = plan_salvage(watermark, items, common=0, settled=settled or {})
+def bases(watermark: Watermark, items: list[Item], *, settled: set[int] | None = None) -> dict[int, int | None]:
+    found = plan_salvage(watermark, items, common=0, settled=settled or set())
     return {p.item.seq: p.base_id for p in found.park}
 
 
@@ -159,9 +157,9 @@ def test_what_may_be_older_than_all_that_is_remembered_can_never_be_replayed(bas
     """Regression: a replay of all that was parked took the thread back to where the old copy of the log ends."""
     older = [entry(201, 101, 0 if base is Base.NONE else 100, whole=True, base=base, seen=200), entry(202, 102, 101)]
     assert bases(FORGETFUL, older) == {201: None, 202: None}
-    # Nor can what was written behind it, until a whole list.
+    # What was written behind it waits, until a whole list.
     written = [*older, entry(241, 70, 102), entry(242, 71, 70), entry(243, 72, 71, whole=True), entry(244, 73, 72)]
-    assert bases(FORGETFUL, written) == {201: None, 202: None, 241: None, 242: None}
+    assert bases(FORGETFUL, written) == {201: None, 202: None, 241: 140, 242: 140}
     assert saved(FORGETFUL, written) == ([243, 244], [201, 202, 241, 242])
 
 
@@ -176,29 +174,42 @@ def test_a_thread_that_was_deleted_is_not_begun_again_by_its_first_entry() -> No
     assert saved(gone, [entry(201, 101, 0, base=Base.NONE, seen=0)]) == ([], [201])
 
 
+def keyed(seq: int, id_: int, prev: int, keys: bytes) -> Item:
+    found = Entry(
+        id=id_, prev_id=prev, base=Base.CHAINED, seen=0, version=seq, self_contained=False, keys=keys, payload=b""
+    )
+    return StoredEntry(THREAD, seq, found)
+
+
 def test_what_builds_on_what_is_remembered_is_newer() -> None:
-    keyed = Entry(
-        id=70, prev_id=2, base=Base.CHAINED, seen=0, version=3, self_contained=False,
-        keys=recent_keys.item("my key", b"content"), payload=b"",
-    )  # fmt: skip
-    watermark = msgspec.structs.replace(FORGETFUL, keys=keyed.keys + ring_of(*range(126, 141)))
-    assert saved(watermark, [StoredEntry(THREAD, 225, keyed), entry(226, 71, 70, whole=True)]) == ([226], [])
     assert saved(FORGETFUL, [entry(240, 71, 139, whole=True)]) == ([240], [])
+    mine = recent_keys.item("my key", b"content")
+    watermark = msgspec.structs.replace(FORGETFUL, keys=ring_of(125) + mine + ring_of(*range(127, 141)))
+    newer = entry(227, 71, 70, whole=True)
+    assert saved(watermark, [keyed(226, 70, 125, ring_of(124, 125) + mine), newer]) == ([227], [])
+    # Regression: a key that was used before, and again later, made what stands behind its first use newer, too.
+    assert bases(watermark, [keyed(226, 70, 103, ring_of(102, 103) + mine), newer]) == {227: None}
 
 
-def test_what_builds_on_what_is_parked_can_be_replayed_for_as_long_as_that_can() -> None:
-    behind = [entry(239, 70, 139), entry(240, 71, 70)]
-    assert bases(FORGETFUL, behind, settled={239: 140}) == {240: 140}
-    assert bases(FORGETFUL, behind, settled={239: 120}) == {240: None}
+def test_what_builds_on_what_is_parked_is_as_new_as_that() -> None:
+    behind = entry(240, 71, 70)
+    assert bases(FORGETFUL, [entry(239, 70, 139), behind], settled={239}) == {240: 140}
+    assert bases(FORGETFUL, [entry(239, 70, 99), behind], settled={239}) == {240: None}
+
+
+def test_a_late_entry_is_parked_on_what_was_applied_before_it() -> None:
+    """Regression: it was parked on the newest that was applied, so that a replay put it over later lists."""
+    late = entry(13, 70, 0, whole=True, base=Base.NONE, seen=12)
+    assert bases(AHEAD, [late, entry(16, 71, 5, whole=True)]) == {13: 5}
 
 
 def test_what_builds_on_what_is_known_and_is_refused_can_be_replayed() -> None:
-    found = plan_salvage(AHEAD, [*REST, entry(13, 70, 2, whole=True)], common=0, settled={}, poison={70: "refused"})
+    found = plan_salvage(AHEAD, [*REST, entry(13, 70, 2, whole=True)], common=0, settled=set(), poison={70: "refused"})
     assert [(p.base_id, p.cause) for p in found.park] == [(AHEAD.applied_id, "refused")]
 
 
 def test_a_write_that_expected_nothing_is_not_dropped() -> None:
-    found = plan_salvage(AHEAD, [entry(13, 70, 0, whole=True, base=Base.NONE, seen=12)], common=12, settled={})
+    found = plan_salvage(AHEAD, [entry(13, 70, 0, whole=True, base=Base.NONE, seen=12)], common=12, settled=set())
     assert [p.item.seq for p in found.park] == [13]
     assert (found.watermark.broken_since, found.watermark.flushed_seq, found.watermark.applied_id) == (13, 15, 5)
 
@@ -212,12 +223,12 @@ def test_a_write_that_was_repeated_with_its_key_is_not_done_twice() -> None:
 
 def test_what_is_in_quarantine_is_not_parked_again_and_garbage_is() -> None:
     garbage = Malformed("s", 14, (), "damage", THREAD)
-    assert saved(AHEAD, [*REST, entry(13, 70, 2), garbage], settled={13: 5}) == ([], [14])
+    assert saved(AHEAD, [*REST, entry(13, 70, 2), garbage], settled={13}) == ([], [14])
 
 
 def test_a_thread_that_was_salvaged_before_is_left_alone() -> None:
     items = [*REST, entry(13, 70, 2, whole=True), *(entry(14 + n, 71 + n, 70 + n) for n in range(40))]
-    once = plan_salvage(AHEAD, items, common=12, settled={})
+    once = plan_salvage(AHEAD, items, common=12, settled=set())
     assert len(once.apply) == 41
     assert saved(once.watermark, items, common=12) == ([], [])
 
@@ -238,7 +249,7 @@ def test_a_log_cut_anywhere_and_salvaged_equals_one_that_was_flushed(seed: int) 
         for chapter in [*story.chapters[:-1], last[:flushed_to]]:
             if chapter:
                 await flushed.window(chapter, chapter, story.poison)
-        settled = {p.item.seq: p.base_id for p in flushed.parked}
+        settled = {p.item.seq for p in flushed.parked}
         known = known_up_to(flushed.watermark, log)
         ids = story.poison & {i.entry.id for i in log if isinstance(i, StoredEntry)}
         poison = dict.fromkeys(ids, "poison")
@@ -251,7 +262,7 @@ def test_a_log_cut_anywhere_and_salvaged_equals_one_that_was_flushed(seed: int) 
         assert flushed.store._messages.get(THREAD, []) == oracle.messages
         assert found.watermark.applied_id == oracle.watermark.applied_id
         assert found.watermark.flushed_seq == oracle.watermark.flushed_seq
-        parked = settled.keys() | {p.item.seq for p in found.park}
+        parked = settled | {p.item.seq for p in found.park}
         assert parked >= set(oracle.parked)
         if cut > flushed_to:
             # Only what a flush would park is parked, and late entries that nobody can judge.

@@ -44,6 +44,12 @@ def holds(keys: bytes, wanted: bytes) -> bool:
     return any(keys[i : i + _ITEM] == wanted for i in range(0, len(keys), _ITEM))
 
 
+def holds_in_turn(keys: bytes, wanted: bytes) -> bool:
+    """Return whether the last two of the items `wanted` are among the items, one behind the other."""
+    pair = wanted[-2 * _ITEM :]
+    return len(pair) == 2 * _ITEM and any(keys[i : i + 2 * _ITEM] == pair for i in range(0, len(keys), _ITEM))
+
+
 def hash_of(item: bytes) -> bytes:
     """Return the hash of the item's key, without that of the content."""
     return item[:8]

@@ -61,8 +61,8 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: Deals with a thread's entries (None: entries of no thread), given what log and Postgres have in common, and the
-#: positions whose entries are in quarantine, each with the base that it names.
-_Settle = Callable[[str | None, Sequence[Item], int, Mapping[int, int | None]], Awaitable[None]]
+#: positions whose entries are in quarantine.
+_Settle = Callable[[str | None, Sequence[Item], int, set[int]], Awaitable[None]]
 #: Decides which entries take effect on a watermark and which are parked, given the ids that the store refuses, with
 #: the causes.
 _Planning = Callable[[Watermark, Sequence[Item], Mapping[int, str]], Plan]
@@ -236,33 +236,24 @@ class Repair:
     async def _with_waiting(self, thread_id: str) -> Watermark:
         return await watermark_with_waiting(self._ledger, self._coalesce, thread_id)
 
-    async def _settled(self, items: Sequence[Item]) -> dict[int, int | None]:
-        """Return the positions whose entries are in quarantine, with their bases.
-
-        Raises ConfigError when another entry is there.
-        """
-        settled = dict.fromkeys(await self._ledger.parked.present([i.seq for i in items]))
+    async def _settled(self, items: Sequence[Item]) -> set[int]:
+        """Return the positions whose entries are in quarantine. Raises ConfigError when another entry is there."""
+        present = await self._ledger.parked.present([i.seq for i in items])
         for item in items:
-            found = await self._ledger.parked.entry(item.seq) if item.seq in settled else None
+            found = await self._ledger.parked.entry(item.seq) if item.seq in present else None
             if found is not None and id_of(found.item) != id_of(item):
                 raise ConfigError(
                     f"quarantine holds another entry with position {item.seq}: replay or discard it, then repair"
                 )
-            if found is not None:
-                settled[item.seq] = found.base_id
-        return settled
+        return present
 
     # --- one thread -------------------------------------------------------------------------------------------
 
-    async def _only_plan(
-        self, thread_id: str | None, items: Sequence[Item], common: int, settled: Mapping[int, int | None]
-    ) -> None:
+    async def _only_plan(self, thread_id: str | None, items: Sequence[Item], common: int, settled: set[int]) -> None:
         watermark = await self._with_waiting(thread_id) if thread_id is not None else Watermark()
         self._count(plan_salvage(watermark, items, common=common, settled=settled))
 
-    async def _settle(
-        self, thread_id: str | None, items: Sequence[Item], common: int, settled: Mapping[int, int | None]
-    ) -> None:
+    async def _settle(self, thread_id: str | None, items: Sequence[Item], common: int, settled: set[int]) -> None:
         """Apply or park the thread's waiting entries, then these items."""
         waiting = await self._ledger.waiting.of_thread(thread_id) if thread_id is not None else []
         if waiting:

@@ -28,7 +28,7 @@ class ParkedEntry(msgspec.Struct, frozen=True, kw_only=True):
     #: None when even the subject names no thread.
     thread_id: str | None
     #: The id of the thread's last applied entry when this one was parked; None: the thread is unknown, or nothing tells
-    #: whether this entry, or what it builds on, is applied already (`bufstore.buffer.operate.salvage`).
+    #: whether this entry is applied already (`bufstore.buffer.operate.salvage`).
     base_id: int | None
     cause: str
     parked_at: datetime
@@ -101,7 +101,7 @@ def _judge(watermark: Watermark, base: int, parked: ParkedEntry, refused: Mappin
     if isinstance(item, Malformed):
         return Outcome.UNDECODABLE, item.cause
     if parked.base_id is None:
-        return Outcome.SUPERSEDED, "nothing tells whether it, or what it builds on, is applied already"
+        return Outcome.SUPERSEDED, "nothing tells whether it is applied already"
     if parked.base_id != base:
         return Outcome.SUPERSEDED, "the thread has gone on without it"
     if item.entry.id in refused:

@@ -11,18 +11,18 @@ Rule 2: an entry that may have been acknowledged and is not known to be applied 
 snapshot at a position that Postgres has passed may be older than everything that a watermark remembers: it is applied
 only if it builds on an entry that is known to be applied; otherwise it could rewind the thread.
 Rule 3: a watermark whose memory is full has forgotten what was applied earlier. An entry that may be among that is
-parked without a base, and so is what builds on it, so that no replay rewinds the thread either.
+parked without a base, so that no replay rewinds the thread either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import msgspec
 
 from bufstore.buffer import recent_keys
 from bufstore.buffer.chain import Parked, Plan, Watermark, plan
-from bufstore.buffer.entry import Base, Entry, Item, StoredEntry
+from bufstore.buffer.entry import Entry, Item, StoredEntry
 
 #: Why an entry is parked at a position that Postgres has passed, if it builds on nothing that Postgres knows.
 _UNFOUNDED = "it may be older than what is applied"
@@ -88,16 +88,16 @@ def plan_salvage(
     items: Sequence[Item],
     *,
     common: int,
-    settled: Mapping[int, int | None],
+    settled: Set[int],
     poison: Mapping[int, str] | None = None,
     among: Sequence[Item] | None = None,
 ) -> Plan:
     """Decide which of the log's entries of a thread take effect on `watermark`, and which are parked.
 
     `common`: the position up to which the log is the one that Postgres knows. `settled`: positions whose entries are in
-    quarantine, each with the base that it names. `poison`: the ids of entries that turned out to be inapplicable, each
-    with the cause. `among`: all entries that the log has of the thread, if `items` are only some of them; only all of
-    them together tell which are applied, and which build on those.
+    quarantine. `poison`: the ids of entries that turned out to be inapplicable, each with the cause. `among`: all
+    entries that the log has of the thread, if `items` are only some of them; only all of them together tell which are
+    applied, and which build on those.
     """
     # A thread's entries are settled in order, so all entries before an applied one are settled.
     among = items if among is None else among
@@ -108,15 +108,10 @@ def plan_salvage(
     if not remaining:
         return Plan(watermark=watermark)
     start = min(watermark.flushed_seq, min(i.seq for i in remaining) - 1)
-    founded = _founded(watermark, among, common, settled)
-    forgetful = recent_keys.full(watermark.keys)
-    unfounded = {
-        i.seq: i.entry.id
-        for i in left
-        if isinstance(i, StoredEntry) and i.seq not in founded and (forgetful or _whole(i))
-    }
+    founded = _founded(watermark, among, common)
+    unfounded = {i.seq: i.entry.id for i in left if isinstance(i, StoredEntry) and i.seq not in founded}
     behind = msgspec.structs.replace(watermark, flushed_seq=start)
-    causes = {id_: _UNFOUNDED for seq, id_ in unfounded.items() if seq <= watermark.flushed_seq} | dict(poison or {})
+    causes = dict.fromkeys(unfounded.values(), _UNFOUNDED) | dict(poison or {})
     found = plan(behind, remaining, complete=True, poison=causes)
     # In a healthy log an entry that came too late is superseded. Here it may be the thread's newest, so it is parked
     # and an operator decides.
@@ -124,41 +119,33 @@ def plan_salvage(
     doubtful = [i for i in remaining if i.seq not in judged and i.seq <= watermark.flushed_seq]
     after, park = found.watermark, list(found.park)
     for item in doubtful:
-        park.append(Parked(item, "written after the log had gone back", after.applied_id))
+        # On the last one applied before it: a replay must not put it behind a later one.
+        base = [watermark.applied_id, *(i.entry.id for i in found.apply if i.seq < item.seq)][-1]
+        park.append(Parked(item, "written after the log had gone back", base))
         broken = after.broken_since if after.broken_since is not None else item.seq
         after = msgspec.structs.replace(after, broken_since=broken)
     after = msgspec.structs.replace(after, flushed_seq=max(watermark.flushed_seq, after.flushed_seq))
-    if forgetful:
+    if recent_keys.full(watermark.keys):
         park = [Parked(p.item, p.cause) if p.item.seq in unfounded else p for p in park]
     return Plan(watermark=after, apply=found.apply, park=sorted(park, key=lambda p: p.item.seq))
 
 
-def _founded(watermark: Watermark, items: Sequence[Item], common: int, settled: Mapping[int, int | None]) -> set[int]:
-    """Return the positions of the entries, of those that are left, that are certainly newer than all that is applied.
+def _founded(watermark: Watermark, items: Sequence[Item], common: int) -> set[int]:
+    """Return the positions of entries that are newer than all that was applied and is not remembered.
 
-    They are behind all of it, or build on what the watermark remembers and are not remembered themselves, or on others
-    of them. What is behind all of it and goes on from an older one is not founded.
+    They are behind all of it, or build on what is remembered, or on one of them, and are not remembered themselves.
     """
-    founded, newer, older = set[int](), set[int](), set[int]()
+    founded, newer = set[int](), set[int]()
     for item in sorted((i for i in items if isinstance(i, StoredEntry)), key=lambda i: i.seq):
         e = item.entry
-        if item.seq in settled or _done(watermark, item, common):
-            # Nothing was applied since an entry was parked on the present base.
-            if _remembered(watermark, e) or settled.get(item.seq) == watermark.applied_id:
+        if _done(watermark, item, common):
+            # A key may have been used again: then another one stands before it in the memory.
+            if recent_keys.holds_in_turn(watermark.keys, e.keys):
                 newer.add(e.id)
-            continue
-        if item.seq > watermark.flushed_seq:
-            new = _whole(item) or e.prev_id not in older
-        else:
-            new = e.prev_id in newer or _known(watermark, e.prev_id)
-        (newer if new else older).add(e.id)
-        if new:
+        elif item.seq > watermark.flushed_seq or e.prev_id in newer or _known(watermark, e.prev_id):
             founded.add(item.seq)
+            newer.add(e.id)
     return founded
-
-
-def _whole(item: StoredEntry) -> bool:
-    return item.entry.self_contained or item.entry.base is Base.UNKNOWN
 
 
 def _known(watermark: Watermark, id_: int) -> bool:
@@ -177,9 +164,7 @@ def _done(watermark: Watermark, item: Item, common: int) -> bool:
         return False
     if item.seq <= common:
         return True
-    return isinstance(item, StoredEntry) and _remembered(watermark, item.entry)
-
-
-def _remembered(watermark: Watermark, entry: Entry) -> bool:
     # The watermark may have the entry's idempotency key: then the same write took effect in an entry that the log lost.
-    return _applied(watermark, entry) or recent_keys.holds(watermark.keys, recent_keys.newest(entry.keys))
+    return isinstance(item, StoredEntry) and (
+        _applied(watermark, item.entry) or recent_keys.holds(watermark.keys, recent_keys.newest(item.entry.keys))
+    )
