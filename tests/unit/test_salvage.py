@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -12,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer import recent_keys
-from bufstore.buffer.chain import Watermark
+from bufstore.buffer.chain import Watermark, plan, superseded
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
+from bufstore.buffer.operate.replay import ParkedEntry, plan_replay
 from bufstore.buffer.operate.salvage import known_up_to, lost_what_is_archived, plan_salvage, reason_to_repair
 from bufstore.buffer.prepare import _behind_archive
 from bufstore.threads.coalesce import coalesce
@@ -231,6 +234,59 @@ def test_a_thread_that_was_salvaged_before_is_left_alone() -> None:
     once = plan_salvage(AHEAD, items, common=12, settled=set())
     assert len(once.apply) == 41
     assert saved(once.watermark, items, common=12) == ([], [])
+
+
+class Writer:
+    """Writes entries to a log, each behind the last one that it knows; some with keys, of which few come again."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance, self.ids = chance, itertools.count(1)
+
+    def write(self, log: list[Item], seq: int, behind: StoredEntry | None, watermark: Watermark) -> None:
+        id_, chance = next(self.ids), self.chance
+        known = behind.entry.keys if behind is not None else b""
+        key = recent_keys.item(f"key {chance.randint(0, 40)}", b"content") if chance.random() < 0.3 else b""
+        mine = key if key and not recent_keys.holds(known, key) else recent_keys.item_of(id_)
+        base = Base.CHAINED if behind is not None else Base.UNKNOWN if watermark.flushed_seq else Base.NONE
+        whole = base is Base.UNKNOWN or chance.random() < 0.35
+        prev = behind.entry.id if behind is not None else 0
+        found = Entry(
+            id=id_, prev_id=prev, base=base, seen=seq - 1, version=seq, self_contained=whole,
+            keys=recent_keys.add(known, mine), payload=b"",
+        )  # fmt: skip
+        log.append(StoredEntry(THREAD, seq, found))
+
+
+@examples(500)
+@given(st.integers(0, 10**9))
+def test_whatever_copy_of_the_log_is_put_back_nothing_is_applied_twice_and_nothing_new_is_dropped(seed: int) -> None:
+    """By the repair, or by a replay of all that it parks. The copy is of any age, purged, and others wrote on in it."""
+    chance = random.Random(seed)
+    writer, story, watermark = Writer(chance), list[Item](), Watermark()
+    for seq in range(1, chance.choice([3, 10, 25, 40])):
+        last = story[-1] if story else None
+        writer.write(story, seq, last if isinstance(last, StoredEntry) else None, watermark)
+        watermark = plan(watermark, story[-1:], complete=True).watermark
+    log = story[: chance.randint(0, len(story))][chance.randint(0, 20) :]
+    older = len(log)
+    for seq in range(max([i.seq for i in log], default=chance.randint(0, 9)) + 1, 70)[: chance.randint(0, 8)]:
+        last = log[-1] if log and chance.random() < 0.8 else None
+        writer.write(log, seq, last if isinstance(last, StoredEntry) else None, watermark)
+    found = plan_salvage(watermark, log, common=0, settled=set())
+    parked = [
+        ParkedEntry(
+            seq=p.item.seq, thread_id=THREAD, base_id=p.base_id, cause=p.cause, parked_at=datetime.min, item=p.item
+        )
+        for p in found.park
+    ]
+    replayed = plan_replay(found.watermark, parked)
+    before = {i.entry.id for i in story if isinstance(i, StoredEntry)}
+    assert before.isdisjoint(i.entry.id for i in (*found.apply, *replayed.apply))
+    kept = {i.seq for i in found.apply} | {p.seq for p in parked}
+    for item in log[older:]:
+        assert isinstance(item, StoredEntry)
+        repeated = recent_keys.holds(watermark.keys, recent_keys.newest(item.entry.keys))
+        assert item.seq in kept or repeated or superseded(item, watermark)
 
 
 @examples(300)
