@@ -483,35 +483,40 @@ def test_only_what_is_held_settled_and_not_in_doubt_counts_as_flushed_here(
     assert not Flusher.has_flushed(flusher, {0: 0, 2: 0})
 
 
+async def _one_waits(it: Bench) -> Flusher:
+    """Return the flusher, once an entry of thread "t", whose row is locked, waits in the ledger."""
+    await it.start()
+    assert it.flusher is not None
+    it.ledger.locked.add("t")
+    await it.writer.append(["waits in the ledger"])
+    await asyncio.sleep(3)
+    return it.flusher
+
+
 def test_a_commit_whose_answer_is_on_its_way_is_not_taken_for_another_owners() -> None:
     async def main(it: Bench) -> None:
-        await it.start()
-        assert it.flusher is not None
-        it.ledger.locked.add("t")
-        await it.writer.append(["waits in the ledger"])
-        await asyncio.sleep(3)
+        flusher = await _one_waits(it)
         it.ledger.locked.clear()
-        flush, takeovers = it.ledger.flush, it.flusher.state.takeovers
+        flush, takeovers = it.ledger.flush, flusher.state.takeovers
 
         async def slow(*arguments: Any, **options: Any) -> Any:
             found = await flush(*arguments, **options)
-            assert it.flusher is not None
-            await it.flusher._takeover.compare()
+            await flusher._takeover.compare()
             return found
 
         it.ledger.flush = slow  # type: ignore[method-assign]
         assert await it.flushed("t")
         it.ledger.flush = flush  # type: ignore[method-assign]
         await asyncio.sleep(1)
-        assert it.flusher.state.takeovers == takeovers
+        assert flusher.state.takeovers == takeovers
         partition = SUBJECTS.partition("t")
         before = (await it.ledger.cursors())[partition]
         await it.ledger.take([partition], "somebody else")
         for _ in range(3):
             await asyncio.sleep(1)
-            await it.flusher._takeover.compare()
+            await flusher._takeover.compare()
         await asyncio.sleep(1)
-        assert it.flusher.state.takeovers == takeovers + 1, "but another owner's is, if nothing is written either"
+        assert flusher.state.takeovers == takeovers + 1, "but another owner's is, if nothing is written either"
         assert (await it.ledger.cursors())[partition].term == before.term + 2
 
     bench(main)
@@ -521,12 +526,8 @@ def test_commits_that_are_made_while_postgres_is_asked_are_not_taken_for_another
     """Regression: a partition whose waiting entries were flushed beside new ones was given up by most looks."""
 
     async def main(it: Bench) -> None:
-        await it.start()
-        assert it.flusher is not None
-        it.ledger.locked.add("t")
-        await it.writer.append(["waits in the ledger"])
-        await asyncio.sleep(3)
-        flush, cursors, takeovers = it.ledger.flush, it.ledger.cursors, it.flusher.state.takeovers
+        flusher = await _one_waits(it)
+        flush, cursors, takeovers = it.ledger.flush, it.ledger.cursors, flusher.state.takeovers
         before = (await cursors())[SUBJECTS.partition("t")]
         committed, comparing = asyncio.Event(), asyncio.Event()
 
@@ -536,7 +537,7 @@ def test_commits_that_are_made_while_postgres_is_asked_are_not_taken_for_another
             return await cursors()
 
         it.ledger.cursors = slow  # type: ignore[method-assign]
-        compared = asyncio.create_task(it.flusher._takeover.compare())
+        compared = asyncio.create_task(flusher._takeover.compare())
         await comparing.wait()
 
         async def noted(*arguments: Any, **options: Any) -> Any:
@@ -554,7 +555,7 @@ def test_commits_that_are_made_while_postgres_is_asked_are_not_taken_for_another
         assert await it.flushed("t")
         assert compared.done()
         await asyncio.sleep(1)
-        assert it.flusher.state.takeovers == takeovers
+        assert flusher.state.takeovers == takeovers
 
     bench(main)
 

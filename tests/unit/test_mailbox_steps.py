@@ -64,6 +64,17 @@ def _lose_an_answer(store: MailboxStore, meanwhile: Callable[[], Awaitable[objec
     backend.write = lost
 
 
+def _lose_an_answer_to_a_claim(store: MailboxStore, other: MailboxStore) -> list[Dispatch]:
+    """Do `_lose_an_answer`, where another instance claims meanwhile. Return where that claim will be."""
+    later: list[Dispatch] = []
+
+    async def claim() -> None:
+        later.append(await _claimed(other))
+
+    _lose_an_answer(store, claim)
+    return later
+
+
 async def test_a_claim_of_another_instance_ends_here_whatever_was_claimed_here_before() -> None:
     a, b = _instances()
     await a.enqueue("t")
@@ -95,12 +106,8 @@ async def test_superseding_without_an_answer_ends_no_claim_that_came_since() -> 
     a, b = _instances()
     for _ in range(2):
         await a.enqueue("t")
-    first, later = await _claimed(a), list[Dispatch]()
-
-    async def claim() -> None:
-        later.append(await _claimed(b))
-
-    _lose_an_answer(a, claim)
+    first = await _claimed(a)
+    later = _lose_an_answer_to_a_claim(a, b)
     with pytest.raises(StepUnknown, match="another claim"):
         await a.supersede_claimed("t")
     assert (await b.ack(later[0])).status is Status.ACKED
@@ -111,12 +118,8 @@ async def test_superseding_without_an_answer_ends_no_claim_that_came_since() -> 
 async def test_a_nack_without_an_answer_is_not_said_to_have_come_too_late() -> None:
     a, b = _instances()
     await a.enqueue("t")
-    claim, later = await _claimed(a), list[Dispatch]()
-
-    async def claim_again() -> None:
-        later.append(await _claimed(b))
-
-    _lose_an_answer(a, claim_again)
+    claim = await _claimed(a)
+    later = _lose_an_answer_to_a_claim(a, b)
     with pytest.raises(StepUnknown, match="the retry was refused"):
         await a.nack(claim)
     assert later[0].attempts == 1

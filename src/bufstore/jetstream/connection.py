@@ -34,7 +34,7 @@ from bufstore.jetstream.client import (
     violation,
     why_closed,
 )
-from bufstore.jetstream.credentials import sign_in
+from bufstore.jetstream.credentials import expiry, sign_in
 from bufstore.jetstream.exchange import Exchange, now
 from bufstore.jetstream.failures import came_late, most_telling, why
 from bufstore.jetstream.forbidden import Forbidden
@@ -205,8 +205,10 @@ class Connection(Exchange):
                 await check_room(client, 0, self._config.connect_timeout_s)
         except BaseException as e:
             await close_client(client)
-            if isinstance(e, Exception) and (reason := why(e, client, server.url, self._config.credentials)) is not e:
-                raise reason from None
+            if isinstance(e, Exception):
+                reason = why(e, client, server.url, expiry(self._config.credentials))
+                if reason is not e:
+                    raise reason from None
             raise
         return client
 

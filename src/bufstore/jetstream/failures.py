@@ -1,10 +1,9 @@
-"""What goes wrong on a connection, as an error of ours: in connecting, in sending, and where NATS forbids it."""
+"""What goes wrong on a connection, as an error of ours: in connecting, in sending, and where NATS forbids it. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import nats.errors
@@ -12,7 +11,6 @@ import nats.errors
 from bufstore.config import mask_url
 from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.jetstream.client import ListeningClient, no_room, text_of, violation
-from bufstore.jetstream.credentials import expiry
 from bufstore.jetstream.errors import MessageTooLarge
 from bufstore.jetstream.messages import AppendUnknown
 
@@ -49,10 +47,10 @@ def too_large() -> MessageTooLarge:
     return MessageTooLarge("the message is larger than the NATS server's max_payload")
 
 
-def why(error: Exception, client: ListeningClient, url: str, credentials: str | Path | None = None) -> Exception:
+def why(error: Exception, client: ListeningClient, url: str, expired: str = "") -> Exception:
     """Return what to raise for an error of connecting to `url`: a ConfigError when somebody has to mend something.
 
-    `credentials`: see `NatsConfig`.
+    `expired`: what the credentials say of that (`bufstore.jetstream.credentials.expiry`).
     """
     if client.no_room:  # whatever waited for an answer there met a timeout
         return no_room()
@@ -62,8 +60,7 @@ def why(error: Exception, client: ListeningClient, url: str, credentials: str | 
     if isinstance(error, nats.errors.ConnectionClosedError) and last is not None and violation(last) is None:
         error = last  # why it was closed; what is not permitted closes nothing
     if "authorization violation" in str(error).lower() or isinstance(error, nats.errors.AuthorizationError):
-        said = f"NATS refused the credentials ({mask_url(url)}): {text_of(error)}"
-        return ConfigError(said + expiry(credentials))
+        return ConfigError(f"NATS refused the credentials ({mask_url(url)}): {text_of(error)}{expired}")
     if isinstance(error, ValueError) and not isinstance(error, OSError):  # an SSLError is both
         return ConfigError(f"NATS configuration: {text_of(error)}")
     return error
