@@ -9,7 +9,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from bufstore.embedded import Servers
 from bufstore.errors import Closed, ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.postgres.connection.conninfo import check_conninfo
 from bufstore.postgres.connection.pool import Pool, connect, open_pool
+from bufstore.postgres.connection.statements import Statements
 from fault_proxy.proxy import FaultProxy
 from helpers import cancel_as_anyio, eventually, fresh, query
 from thorough import seldom
@@ -64,6 +65,27 @@ async def test_callers_have_their_turn_in_order_on_as_many_connections_as_there_
     assert len(set(used)) <= 3
     assert order == sorted(order)
     assert pool.get_stats()["requests_num"] < 50, "most were handed on"
+
+
+async def test_a_small_question_on_which_many_wait_comes_first(pool: Pool) -> None:
+    order: list[str] = []
+    statements = Statements(pool, {"little": "SELECT 1"}, 30.0)
+
+    async def told(name: str, answer: Awaitable[object]) -> None:
+        await answer
+        order.append(name)
+
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(3):
+            await stack.enter_async_context(pool.lend(30))
+        calls = [asyncio.ensure_future(told("read", statements.read("little"))) for _ in range(50)]
+        await asyncio.sleep(0)
+        calls.append(asyncio.ensure_future(told("ping", statements.ping("little"))))
+        calls.append(asyncio.ensure_future(told("first", statements.first("little"))))
+        await asyncio.sleep(0)
+    await asyncio.gather(*calls)
+    assert {"ping", "first"} < set(order[:10])
+    assert len(order) == 52
 
 
 async def test_who_gives_up_at_any_moment_takes_nothing_with_him(pool: Pool) -> None:

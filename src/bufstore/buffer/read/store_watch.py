@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from bufstore.buffer.domain import S, StateReader
 from bufstore.errors import BufstoreError, Closed, StoreMisconfigured, StoreUnavailable
 from bufstore.log_lines import LogLines
-from bufstore.tasks import end, interrupted, spawn, unless_closed
+from bufstore.tasks import end, ended_within, interrupted, spawn, unless_closed
 
 T = TypeVar("T")
 
@@ -164,7 +164,7 @@ class StoreWatch(Generic[S]):
     async def _ask_little(self) -> None:
         asked = spawn(self._reader.answers(), name="bufstore-store-ping")
         try:
-            if (await asyncio.wait([asked], timeout=self._patience))[0]:
+            if await ended_within(asked, self._patience):
                 asked.result()
             else:
                 self.take_for_down("it did not answer in time")

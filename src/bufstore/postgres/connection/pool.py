@@ -271,8 +271,8 @@ class Pool(AsyncConnectionPool[_Connection]):
     async def lend(self, timeout_s: float, away_s: float | None = None) -> AsyncIterator[AsyncConnection[TupleRow]]:
         """Lend a live connection for the block, which ends (and the connection is back) after `timeout_s` at most.
 
-        `away_s`: how long to wait for a Postgres that cannot be reached, for a caller that would rather know. None:
-        `timeout_s`, which rides out a restart.
+        `away_s`: how long to wait for a Postgres that cannot be reached, for a caller on whom others wait. It comes
+        before other callers: a long queue is no outage. None: `timeout_s`, which rides out a restart.
 
         Errors in the block are mapped (`bufstore.postgres.connection.errors`). Raises StoreUnavailable when no
         connection could be had (the block did not begin), NoAnswer when the connection or the time ended in the block,
@@ -285,7 +285,7 @@ class Pool(AsyncConnectionPool[_Connection]):
         usable = False
         with map_errors():
             while not usable:
-                connection = await self._borrow(deadline, away_at)
+                connection = await self._borrow(deadline, away_at, away_s is not None)
                 # The alarm ends the statement. The limit ends anything else that the block waits for.
                 limit = asyncio.timeout(None)
                 alarm = connection.alarm = Alarm(connection, deadline, limit, connection.made_in_s)
@@ -336,10 +336,10 @@ class Pool(AsyncConnectionPool[_Connection]):
             await connection.set_autocommit(connection.single)
         return True
 
-    async def _borrow(self, deadline: float, away_at: float) -> _Connection:
+    async def _borrow(self, deadline: float, away_at: float, first: bool) -> _Connection:
         """Take a place among the callers that are lent to; return a live connection. `away_at`: see `_live`."""
         if self._lent >= self.max_size:
-            handed = await self._wait_turn(deadline, away_at)
+            handed = await self._wait_turn(deadline, away_at, first)
             if handed is not None:
                 return handed
         else:
@@ -357,13 +357,13 @@ class Pool(AsyncConnectionPool[_Connection]):
         connection.lent_at = asyncio.get_running_loop().time()
         return connection
 
-    async def _wait_turn(self, deadline: float, away_at: float) -> _Connection | None:
+    async def _wait_turn(self, deadline: float, away_at: float, first: bool) -> _Connection | None:
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[_Connection | None] = loop.create_future()
         timers = [loop.call_at(deadline, self._too_late, turn)]
         if away_at < deadline:
             timers.append(loop.call_at(away_at, self._away, turn))
-        self._next.append(turn)
+        (self._next.appendleft if first else self._next.append)(turn)
         try:
             return await turn
         except asyncio.CancelledError:

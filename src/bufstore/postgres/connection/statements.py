@@ -46,6 +46,11 @@ class Statements:
         async with self.lend() as connection:
             return await self.on(connection, name, *parameters)
 
+    async def first(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """Return the rows of a small statement on which many wait: it gets its connection before others."""
+        async with self.lend(self.timeout_s) as connection:
+            return await self.on(connection, name, *parameters)
+
     async def read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Return the rows of a statement that only reads. It is tried again if a connection was lost."""
         return await self.answered(lambda connection: self.on(connection, name, *parameters))

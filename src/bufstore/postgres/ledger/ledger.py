@@ -192,7 +192,7 @@ class PostgresLedger:
                     )
 
     async def cursors(self) -> dict[int, Cursor]:
-        return {row[0]: Cursor(*row) for row in await self._tables.run("cursors")}
+        return {row[0]: Cursor(*row) for row in await self._tables.first("cursors")}
 
     async def flushed(self) -> dict[int, int]:
         return dict(await self._tables.run("flushed"))

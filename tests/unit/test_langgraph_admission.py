@@ -1,0 +1,174 @@
+"""Runs that begin at once take turns, first come, first served, and nobody waits for a turn in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore import InvalidId, ReadNotFresh, StoreUnavailable
+from bufstore.errors import ThreadQuarantined
+from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
+from bufstore.langgraph.admission import Admission
+from bufstore.langgraph.protocol import Part
+from bufstore.memory import MemoryNats
+from unit.fake_log import run
+
+_AT_ONCE = 3
+
+
+async def _settle() -> None:
+    for _ in range(300):
+        await asyncio.sleep(0)
+
+
+class _Reads:
+    """Reads that end when they are told to."""
+
+    def __init__(self) -> None:
+        self.admission = Admission(_AT_ONCE)
+        self.inside: list[int] = []
+        self.entered: list[int] = []
+        self.ends: dict[int, asyncio.Future[None]] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+
+    def begin(self, number: int) -> None:
+        self.ends[number] = asyncio.get_running_loop().create_future()
+        self.tasks[number] = asyncio.create_task(self._read(number))
+
+    async def _read(self, number: int) -> None:
+        async with self.admission:
+            self.entered.append(number)
+            self.inside.append(number)
+            try:
+                await self.ends[number]
+            finally:
+                self.inside.remove(number)
+
+    async def end_all(self) -> None:
+        await _settle()
+        while self.inside:
+            for number in self.inside:
+                if not self.ends[number].done():
+                    self.ends[number].set_result(None)
+            await _settle()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+
+@given(st.randoms(use_true_random=False))
+def test_reads_are_bounded_and_nobody_waits_in_vain(chance: random.Random) -> None:
+    async def live() -> None:
+        reads, cancelled = _Reads(), set[int]()
+        for step in range(chance.randint(1, 40)):
+            what = chance.random()
+            if what < 0.5:
+                reads.begin(step)
+            elif what < 0.8 and reads.inside:
+                end = reads.ends[chance.choice(reads.inside)]
+                if not end.done():
+                    refused = chance.random() < 0.3
+                    end.set_exception(ThreadQuarantined("t", 1)) if refused else end.set_result(None)
+            elif what < 0.95 and reads.tasks:
+                number = chance.choice(list(reads.tasks))
+                cancelled.add(number)
+                reads.tasks[number].cancel()
+            else:
+                await _settle()
+                live = [n for n, task in reads.tasks.items() if not task.done()]
+                assert len(reads.inside) == min(_AT_ONCE, len(live)), "no place is lost, and none is there twice"
+            assert len(reads.inside) <= _AT_ONCE
+            for _ in range(chance.randint(0, 3)):
+                await asyncio.sleep(0)
+        await reads.end_all()
+        assert set(reads.tasks) - set(reads.entered) <= cancelled
+        for number in range(100, 100 + _AT_ONCE + 1):
+            reads.begin(number)
+        await _settle()
+        assert len(reads.inside) == _AT_ONCE
+        await reads.end_all()
+
+    run(live())
+
+
+@pytest.mark.parametrize("error", [ReadNotFresh("late"), StoreUnavailable("away"), RuntimeError("a fault")])
+def test_all_go_on_once_one_finds_that_a_server_does_not_answer(error: Exception) -> None:
+    async def live() -> None:
+        reads = _Reads()
+        for number in range(10):
+            reads.begin(number)
+        await _settle()
+        reads.ends[1].set_exception(error)
+        await _settle()
+        assert reads.inside == [0, 2, 3, 4, 5, 6, 7, 8, 9]
+        reads.begin(10)
+        reads.ends[4].set_result(None)
+        await _settle()
+        assert 10 not in reads.inside, "still more than there should be"
+        await reads.end_all()
+        assert reads.entered[-1] == 10
+
+    run(live())
+
+
+class _OneAtATime(MemoryCheckpointStore):
+    """A store that reads one thread at a time, each in a tenth of a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self._free = list[str](), asyncio.Semaphore(1)
+
+    async def latest(self, thread_id: str, ns: str, namespaces_max: int) -> Part:
+        self.asked.append(thread_id)
+        async with self._free:
+            await asyncio.sleep(0.1)
+        return await super().latest(thread_id, ns, namespaces_max)
+
+
+def test_a_thousand_runs_that_begin_at_once_do_not_time_out() -> None:
+    async def live() -> None:
+        store = _OneAtATime()
+        saver = await AsyncBufferedSaver.open(store, nats=MemoryNats())
+        at = [{"configurable": {"thread_id": f"t{number}", "checkpoint_ns": ""}} for number in range(1000)]
+        found = await asyncio.gather(*map(saver.aget_tuple, at))  # type: ignore[arg-type]
+        assert found == [None] * 1000
+        assert store.asked == [each["configurable"]["thread_id"] for each in at], "first come, first served"
+        await saver.aclose()
+
+    run(live())
+
+
+def test_a_run_that_has_begun_waits_for_none_that_begins() -> None:
+    async def live() -> None:
+        store = _OneAtATime()
+        saver = await AsyncBufferedSaver.open(store, nats=MemoryNats())
+
+        async def read(thread_id: str, ns: str) -> None:
+            await saver.aget_tuple({"configurable": {"thread_id": thread_id, "checkpoint_ns": ns}})
+
+        beginning = [asyncio.create_task(read(f"t{number}", "")) for number in range(200)]
+        await _settle()
+        assert len(store.asked) < 100
+        await read("t0", "sub:1")
+        assert "t199" not in store.asked
+        await asyncio.gather(*beginning)
+        await saver.aclose()
+
+    run(live())
+
+
+def test_who_waits_for_a_turn_learns_that_the_saver_was_closed() -> None:
+    async def live() -> None:
+        store = _OneAtATime()
+        saver = await AsyncBufferedSaver.open(store, nats=MemoryNats())
+        at = [{"configurable": {"thread_id": f"t{number}"}} for number in range(500)]
+        reads = [asyncio.create_task(saver.aget_tuple(each)) for each in at]  # type: ignore[arg-type]
+        await _settle()
+        await saver.aclose()
+        async with asyncio.timeout(20):
+            ended = await asyncio.gather(*reads, return_exceptions=True)
+        assert isinstance(ended[-1], Exception) and not isinstance(ended[-1], InvalidId)
+
+    run(live())
