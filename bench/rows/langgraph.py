@@ -1,4 +1,4 @@
-"""`langgraph_steps_{1,32,256}` and `langgraph_react`: LangGraph's checkpoints, against its own saver for Postgres."""
+"""`langgraph_steps_{1,32,256}`, `langgraph_react`, `langgraph_burst`: checkpoints against LangGraph's own saver."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bench.worker import Worker
 
 _SECONDS = 3.0
 _THREADS, _TURNS = 64, 4
+_BURST = 1000
 #: Sets of threads in a round, one after another: one takes a second, of which a collection of garbage is a tenth.
 _SETS = 4
 
@@ -50,7 +51,23 @@ def langgraph_react(stage: Stage) -> Iterator[Benchmark]:
     """Measure a whole graph on 64 concurrent threads, durability="sync", and Postgres' work per turn."""
     threads, turns = stage.count(_THREADS, 8), stage.count(_TURNS, 1)
     kinds: dict[str, Kind] = {"ours": OurSaver, **_BASELINES, "durability exit": PlainSaver}
-    sets, places = stage.count(_SETS, 1), {name: stage.place() for name in kinds}
+    found = _turns(stage, kinds, threads, turns, sets=stage.count(_SETS, 1))
+    for what, unit in (("seconds", "s"), ("transactions", "transactions"), ("wal", "bytes")):
+        values = {name: [r[what] for r in results] for name, results in found.items()}
+        yield compared(f"langgraph_react.{what}", unit, values)
+
+
+def langgraph_burst(stage: Stage) -> Iterator[Benchmark]:
+    """Measure 1000 runs of a whole graph that begin at once, on new threads, until the last one ends."""
+    found = _turns(stage, {"ours": OurSaver, **_BASELINES}, stage.count(_BURST, 80), turns=1, sets=1)
+    yield compared("langgraph_burst.seconds", "s", {name: [r["seconds"] for r in found[name]] for name in found})
+
+
+def _turns(
+    stage: Stage, kinds: dict[str, Kind], threads: int, turns: int, *, sets: int
+) -> dict[str, list[dict[str, float]]]:
+    """Run a whole graph on sets of concurrent threads, one set after another; a first round is not counted."""
+    places = {name: stage.place() for name in kinds}
     messages = 4 * threads * turns * sets  # question, call of the tool, its answer, answer
     with stage.workers_at({name: (places[name], kind) for name, kind in kinds.items()}) as workers:
         numbers = iter(range(1_000_000))
@@ -67,10 +84,7 @@ def langgraph_react(stage: Stage) -> Iterator[Benchmark]:
 
         for name in workers:  # a graph's first turns are slower by a half, whoever saves them
             run(name)
-        found = stage.interleave({name: partial(run, name) for name in workers})
-    for what, unit in (("seconds", "s"), ("transactions", "transactions"), ("wal", "bytes")):
-        values = {name: [r[what] for r in results] for name, results in found.items()}
-        yield compared(f"langgraph_react.{what}", unit, values)
+        return stage.interleave({name: partial(run, name) for name in workers})
 
 
 def _measured(stage: Stage, worker: Worker, labels: list[str], threads: int, turns: int, name: str) -> dict[str, float]:

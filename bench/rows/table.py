@@ -13,7 +13,7 @@ from bench.rows.drain import drain
 from bench.rows.end_to_end import end_to_end
 from bench.rows.growth import growth_history, growth_length
 from bench.rows.idle import append_idle
-from bench.rows.langgraph import langgraph_react, langgraph_steps
+from bench.rows.langgraph import langgraph_burst, langgraph_react, langgraph_steps
 from bench.rows.mailbox import mailbox, mailbox_claim
 from bench.rows.notify import notify
 from bench.rows.processes import SHAPES, append_processes
@@ -45,6 +45,7 @@ ROWS: Mapping[str, Callable[[Stage], Iterator[Benchmark]]] = {
     "coalescing": coalescing,
     "langgraph_steps": langgraph_steps,
     "langgraph_react": langgraph_react,
+    "langgraph_burst": langgraph_burst,
     "mailbox": mailbox,
     "mailbox_claim": mailbox_claim,
     "notify": notify,

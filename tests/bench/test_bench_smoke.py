@@ -82,6 +82,7 @@ _ROWS: dict[str, tuple[list[str], set[str]]] = {
         [f"langgraph_react.{what}" for what in ("seconds", "transactions", "wal")],
         {"AsyncPostgresSaver", "without its lock", "durability exit"},
     ),
+    "langgraph_burst": (["langgraph_burst.seconds"], {"AsyncPostgresSaver", "without its lock"}),
     "notify": (["notify.wakeups_per_item", "notify.first_wake"], {"NATS, KV", "NATS, no hints", "Postgres, no hints"}),
     "tokens": (
         ["tokens.submitted_distinct_keys", "tokens.worked_distinct_keys"],
@@ -94,7 +95,8 @@ _MORE_IS_BETTER = {"1/s", "checkpoints/transaction", "checkpoints/row", "slowest
 _SPARK = ["spark_drain", "spark_source", "spark_sink"]
 _OTHERS = (
     "append append_lazy append_lanes append_8x8 append_idle append_r3 reads database_load end_to_end drain recovery "
-    "growth_length growth_history coalescing mailbox langgraph_steps langgraph_react"
+    "growth_length growth_history coalescing mailbox langgraph_steps langgraph_react "
+    "langgraph_burst"
 )
 _REST = [*_OTHERS.split(), "mailbox_claim", "notify", "tokens"]
 #: The rows that `make test` runs, and the names of their results.

@@ -56,6 +56,7 @@ def stage(monkeypatch: pytest.MonkeyPatch, servers: Servers) -> Any:
         "drain",
         "langgraph_steps",
         "langgraph_react",
+        "langgraph_burst",
         "spark_sink",
     ],
 )
