@@ -34,6 +34,7 @@ from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import Outgoing
+from bufstore.tasks import end
 from conftest import Deployment
 from helpers import eventually, flush_all, fresh, healthy, run_of, said
 from thorough import seldom
@@ -672,3 +673,36 @@ async def test_what_anybody_sends_to_our_inboxes_ends_no_connection(deployment: 
         await store.force_flush_all()
         assert await store.load_messages(thread_id) == [said(n) for n in range(30)]
         assert connection.client() is client
+
+
+@pytest.mark.parametrize("level", [Consistency.READ_YOUR_WRITES, Consistency.STRONG])
+async def test_reads_outlive_a_restart_of_nats(own_servers: Servers, level: Consistency) -> None:
+    deployment = Deployment(own_servers)
+    async with deployment.store(read_timeout_s=25) as store:
+        thread_id = fresh()
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        reads = 0
+
+        async def read() -> None:
+            nonlocal reads
+            while True:
+                assert await store.load_messages(thread_id, consistency=level) == [said(0)]
+                reads += 1
+                await asyncio.sleep(0)
+
+        async def read_more() -> None:
+            last = reads + 10
+            while reads <= last:
+                await asyncio.sleep(0.01)
+                for task in reading:
+                    if task.done():
+                        task.result()
+
+        reading = [asyncio.create_task(read()) for _ in range(4)]
+        try:
+            await read_more()
+            await asyncio.to_thread(own_servers.nats.stop)
+            await asyncio.to_thread(own_servers.nats.start)
+            await read_more()
+        finally:
+            await end(*reading)

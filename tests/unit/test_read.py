@@ -380,6 +380,41 @@ def test_a_list_or_run_whose_answer_an_apps_store_cancels_itself_fails_like_any_
     run(main())
 
 
+def test_a_read_outlives_a_restart_of_the_log() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        await world.flush()
+        loop = asyncio.get_running_loop()
+        back_at = loop.time() + 3.0
+        world.log.fault = lambda kind: "unavailable" if loop.time() < back_at else ""
+        states = await asyncio.gather(*(one.reads.thread("t", RYW) for _ in range(5)))
+        assert [[decode_message(m) for m in state.messages] for state in states] == [["a"]] * 5
+        assert loop.time() < back_at + 1
+
+    test(main)
+
+
+def test_an_outage_of_the_log_that_goes_on_is_told_to_later_reads_at_once() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        loop = asyncio.get_running_loop()
+        for hours in (0, 3600):
+            await asyncio.sleep(hours)
+            world.log.fault = lambda kind: "unavailable"
+            began = loop.time()
+            for _ in range(3):
+                with pytest.raises(ReadNotFresh):
+                    await shown(one)
+                assert 4.0 < loop.time() - began < 6.0, "the first one waits, the others do not"
+                await asyncio.sleep(0)
+            world.log.fault = lambda kind: ""
+            if hours == 0:
+                continue  # the next outage is another one although no read came between
+            assert await shown(one) == ["a"]
+
+    test(main)
+
+
 def test_errors_of_a_read_are_bufstores_own() -> None:
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from bufstore import elapsed
@@ -45,6 +46,8 @@ T = TypeVar("T")
 _RECENT_BYTES = 32 << 20
 #: How long a read waits for the watermark of a state that is kept, in seconds.
 _ROW_S = 0.5
+#: Reads that the log leaves unanswered one after another, not further apart than these seconds, are of one outage.
+_ONE_OUTAGE_S = 60.0
 #: How long the log counts as one that answers no reads after it refused one for lack of a right, in seconds.
 _REFUSED_FOR_S = 10.0
 
@@ -78,6 +81,8 @@ class Reads(Generic[S]):
         self.same_postgres = SamePostgres(self._ledger, self.store, parts.config.read_timeout_s)
         #: Why the log refused a read, and until when that counts, in the loop's time.
         self._refused = ("", float("-inf"))
+        #: When the log left a read unanswered last, and until when such reads are tried again, in the loop's time.
+        self._unanswered_at, self._again_until = float("-inf"), 0.0
 
     @property
     def refused(self) -> str:
@@ -132,7 +137,8 @@ class Reads(Generic[S]):
         try:
             if level is Consistency.STRONG:
                 # It ends by itself, and says why; a limit around it would end it without a word.
-                needed = max(await self.force_flush(thread_id, self._config.read_timeout_s), needed)
+                flush = partial(self.force_flush, thread_id, self._config.read_timeout_s)
+                needed = max(await self._riding_out(flush), needed)
             async with bound:
                 if level is Consistency.EVENTUAL:
                     state = await self._until(thread_id, lambda: self._reader.state(thread_id), needed)
@@ -141,7 +147,8 @@ class Reads(Generic[S]):
                         lambda: self._until(thread_id, lambda: self._reader.state(thread_id), needed)
                     )
                 else:
-                    state = await self._until(thread_id, lambda: self._joined_state(thread_id, proven), needed)
+                    read = partial(self._joined_state, thread_id, proven)
+                    state = await self._until(thread_id, lambda: self._riding_out(read), needed)
         except TimeoutError:
             # Of an eventual read that need not include anything, the store alone was asked.
             why = self._why_late(bound.expired(), level is Consistency.EVENTUAL and not needed)
@@ -156,6 +163,28 @@ class Reads(Generic[S]):
         if broken_since is not None and level is not Consistency.EVENTUAL and quarantined == "raise":
             raise ThreadQuarantined(thread_id, broken_since)
         return state
+
+    async def _riding_out(self, read: Callable[[], Awaitable[T]]) -> T:
+        """Return what `read` returns; try again for some time when the log does not answer: it may be a restart.
+
+        In an outage that goes on this raises at once: an app can do without the log only if it knows.
+        """
+        loop, pause = asyncio.get_running_loop(), 0.02
+        while True:
+            try:
+                found = await read()
+            except (LogUnavailable, AppendUnknown):
+                now = loop.time()
+                if now - self._unanswered_at > _ONE_OUTAGE_S:
+                    self._again_until = now + self._config.read_timeout_s / 2
+                self._unanswered_at = now
+                if now + pause >= self._again_until:
+                    raise
+            else:
+                self._unanswered_at = float("-inf")
+                return found
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.25)
 
     async def watermark(self, thread_id: str) -> Watermark:
         """Return the watermark that the thread has once its entries in the ledger are flushed.
