@@ -54,6 +54,28 @@ async def ask(client: Client, verb: str, body: object = None) -> dict[str, objec
     return answer
 
 
+async def test_the_first_message_of_a_time_is_found_whatever_kinds_of_messages_there_are(
+    deployment: Deployment,
+) -> None:
+    """Regression: what came before the log's first message of another kind (a part of a large entry) was left out.
+
+    From a time on, a consumer with several filters goes on to the first message of a subject that has none before it.
+    """
+    thread = fresh()
+    async with written(deployment, 4) as (reader, _):
+        async with deployment.store(flusher=False) as store:
+            await store.checkpoint_append(thread, [said("x" * 2_000_000)], run_of(thread))
+            await store.checkpoint_append(thread, [said(1)], run_of(thread))
+            await store.checkpoint_append(thread, [said(2)], run_of(thread))
+        log = await reader.look()
+        async with aclosing(reader.read(0, log.end, log.subjects.stored)) as parts:
+            stored = [(read.message.seq, read.stored_at_ns) async for part in parts for read in part]
+        assert [seq for seq, _ in stored] == list(range(log.first, log.end))
+        for time_ns in [at_ns + late for _, at_ns in stored for late in (0, 1)]:
+            wanted = next((seq for seq, at_ns in stored if at_ns >= time_ns), log.end)
+            assert await reader.at_time(time_ns, log) == wanted
+
+
 async def test_a_read_ends_when_the_rest_of_its_range_was_purged(deployment: Deployment) -> None:
     """Nobody writes to the log, so no message shows that the rest is gone."""
     async with written(deployment, 30) as (reader, client), asyncio.timeout(20):

@@ -185,8 +185,9 @@ class LogReader:
         """Return the sequence of the first message that was stored at this time or later; the log's end if none was."""
         if time_ns > _LATEST_NS:
             return log.end
-        since_ns = max(time_ns, 0)
-        found = self.read(0, log.end, log.subjects.stored, headers_only=True, at_once=1, since_ns=since_ns)
+        # Without filters: with several, nats-server (2.15) goes on to the first message of a subject of which it has
+        # none before this time, and passes over those of the others.
+        found = self.read(0, log.end, (), headers_only=True, at_once=1, since_ns=max(time_ns, 0))
         async with contextlib.aclosing(found):
             async for part in found:
                 return part[0].message.seq
@@ -211,7 +212,8 @@ class LogReader:
         since_ns: int | None = None,
         silence_s: float = _SILENCE_S,
     ) -> AsyncGenerator[list[Read]]:
-        """Yield the messages of these subjects from sequence `start` to before `end`, in order, some at a time.
+        """Yield the messages of these subjects (none: of all) from sequence `start` to before `end`, in order, some at
+        a time.
 
         `headers_only`: without bodies. `since_ns`: from the first message that was stored then or later, instead of
         from `start`. The caller may take any time before it asks for the next messages. Raises LogUnavailable after
@@ -314,7 +316,7 @@ class LogReader:
         if start >= end:
             return
         shown = await self._stream.shown([">"], 0 if since_ns is not None else start, _SILENCE_S)
-        left = [m.seq for m in shown.messages if m.subject in filters]
+        left = [m.seq for m in shown.messages if not filters or m.subject in filters]
         if shown.end < end - 1 or shown.more:
             # A log without any message does not say how far the node is, but where it begins.
             behind = (await self.look()).first < end
