@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from bufstore import BufferConfig, ConfigDrift, ConfigError, LogFull, StoreUnavailable
+from bufstore import BufferConfig, ConfigDrift, ConfigError, LogFull, LogUnavailable, StoreUnavailable
 from bufstore.buffer.entry import Item
 from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.places import first_place
 from bufstore.buffer.subjects import Subjects, first_sequence
+from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver
 from bufstore.nats.ranges import LogReader
 from bufstore.postgres.ledger.ledger import PostgresLedger
@@ -129,6 +130,26 @@ async def test_a_restore_into_a_log_that_is_full_says_so(
     await prepared(full)
     with pytest.raises(LogFull, match="is full"):
         await asyncio.to_thread(restore, spark, str(path), where(full), into="log")
+
+
+@pytest.mark.long  # servers of its own
+async def test_an_archive_whose_log_goes_away_says_so(
+    spark: Any, own_servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it raised an error of Spark's, unless the log was away when the run began."""
+    deployment, path = Deployment(own_servers), str(tmp_path / "archive")
+    deployment.verified = False
+    await write(deployment, [fresh()], range(2))
+    begun = archive_job._begun
+
+    async def then_away(*arguments: Any) -> None:
+        await begun(*arguments)
+        own_servers.nats.stop()
+
+    monkeypatch.setattr(archive_job, "_begun", then_away)
+    monkeypatch.setattr(archive_job, "messages_from", partial(archive_job.messages_from, outageTimeout=1))
+    with pytest.raises(LogUnavailable):
+        await asyncio.to_thread(archive, spark, where(deployment), path)
 
 
 async def test_what_is_purged_before_it_is_archived_is_a_loss_by_that_name(

@@ -31,7 +31,7 @@ from bufstore.spark.log_archive.manifests import (
     write_range,
 )
 from bufstore.spark.process_loop import loop
-from bufstore.spark.worker_errors import told_in
+from bufstore.spark.worker_errors import of_servers, told_in
 from bufstore.threads.protocol import DOMAIN
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def archive(
     missing. Raises ConfigError for a `start` behind the newest range of the same stream, which would leave a gap, and
     when another stream in the archive has the same numbers: that needs another folder. Raises ArchiveOvertaken when
     another run has archived the same range meanwhile, and ConfigDrift when the deployment's Postgres (or schema) is not
-    the one that the log is flushed into, or the log is not one of threads, whose entries no restore can read.
+    the one that the log is flushed into, or the log is not one of threads, whose entries no restore can read;
+    LogUnavailable, StoreUnavailable.
     """
     if tasks is not None and tasks < 1:
         raise ConfigError(f"tasks must be at least 1, not {tasks}")
@@ -98,7 +99,7 @@ def archive(
     # Before it reads: whoever erases something meanwhile must know where it may still be.
     loop().run(_begun(deployment, log, found.end))
     messages = _read(spark, deployment, found, earliest=not manifests, given=start is not None, tasks=tasks)
-    with described(messages, f"bufstore: archive {deployment.stream} {found.name}"):
+    with described(messages, f"bufstore: archive {deployment.stream} {found.name}"), of_servers():
         try:
             found = write_range(messages, path, found)
         except Exception as e:
