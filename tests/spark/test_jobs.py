@@ -14,9 +14,10 @@ import msgspec
 import psycopg
 import pytest
 
-from bufstore import BufferedThreadStore, FlushTimeout, NoLog
+from bufstore import BufferedThreadStore, FlushTimeout, LogUnavailable, NoLog
 from bufstore.buffer.entry import Base
 from bufstore.buffer.places import place
+from bufstore.embedded import Servers
 from bufstore.jetstream.stream import NatsStream
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark import (
@@ -408,6 +409,25 @@ async def test_a_drain_that_takes_too_long_says_so_once(spark: Any, deployment: 
         await somebody.execute(f'LOCK TABLE "{deployment.name}".threads')
         with pytest.raises(FlushTimeout):
             await asyncio.to_thread(bulk_drain, spark, where(deployment), tasks=1, timeout_s=2.0)
+
+
+@pytest.mark.long  # servers of its own
+async def test_a_drain_whose_log_goes_away_says_so(
+    spark: Any, own_servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it raised an error of Spark's, unless the log was away when the drain began."""
+    deployment = Deployment(own_servers)
+    deployment.verified = False
+    await write(deployment, [fresh()], range(1))
+    described = drain.described
+
+    def then_away(*arguments: Any) -> Any:
+        own_servers.nats.stop()
+        return described(*arguments)
+
+    monkeypatch.setattr(drain, "described", then_away)
+    with pytest.raises(LogUnavailable):
+        await asyncio.to_thread(bulk_drain, spark, where(deployment), tasks=1)
 
 
 @pytest.mark.long  # ten seconds

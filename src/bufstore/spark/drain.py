@@ -25,6 +25,7 @@ from bufstore.spark.config import Deployment
 from bufstore.spark.job_description import cores_of, described
 from bufstore.spark.process_loop import loop
 from bufstore.spark.task import Counts, outcomes
+from bufstore.spark.worker_errors import of_servers
 from bufstore.threads.buffered import BufferedThreadStore
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def bulk_drain(
 
     More tasks than the log has partitions do not help. `on_lag` is called now and then with the number of positions
     that are left; its errors are logged. Raises FlushTimeout after `timeout_s` (what is flushed by then stays so),
-    ConfigError when there is no log.
+    ConfigError when there is no log, LogUnavailable.
     """
     if tasks is not None and tasks < 1:
         raise ConfigError(f"tasks must be at least 1, not {tasks}")
@@ -102,7 +103,7 @@ def bulk_drain(
         watching = on.start(_watch(store, on_lag)) if on_lag is not None else None
         try:
             slots, whole = spark.range(0, wanted, 1, wanted), _Flushed()
-            with described(slots, f"bufstore: drain {deployment.stream}"):
+            with described(slots, f"bufstore: drain {deployment.stream}"), of_servers():
                 for found in outcomes(slots, partial(_task, deployment, timeout_s), _Flushed):
                     whole.add(found)
         finally:
