@@ -74,6 +74,20 @@ def test_an_answer_with_something_else_in_a_field_is_an_error_that_names_it(path
         run(ensure_stream(answering(changed(STREAM, path, value)), {"name": "s"}, "Config", {}))
 
 
+def test_a_consumer_that_too_few_nodes_can_have_is_no_lack_of_storage() -> None:
+    """Regression: the same error of a write means that, and so it was told to free a disk, and of `open` as LogFull."""
+    refused = {"error": {"code": 503, "err_code": 10023, "description": "insufficient resources"}}
+    missing = {"error": {"code": 404, "err_code": 10014, "description": "consumer not found"}}
+
+    async def request(subject: str, *_: Any, **__: Any) -> bytes:
+        return json.dumps(missing if ".INFO." in subject else refused).encode()
+
+    connection: Any = SimpleNamespace(request=request, on_connect=lambda _: None)
+    with pytest.raises(LogUnavailable, match="too few of its nodes") as caught:
+        run(ensure_consumer(NatsStream(connection, "$JS.API", "s", 3), {"durable_name": "c"}, "Config"))
+    assert "storage" not in str(caught.value)
+
+
 @pytest.mark.parametrize("value", [..., None])
 def test_an_answer_about_a_consumer_that_lacks_a_field_is_an_error_that_names_it(value: Any) -> None:
     wanted = {"durable_name": "c"}

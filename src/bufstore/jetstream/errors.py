@@ -176,6 +176,16 @@ _SETTINGS = {
 }
 
 
+def consumer_error(e: ApiError, stream: str) -> Exception:
+    """Return the exception for an error answer about a consumer of the stream."""
+    if e.err_code == 10023:  # no storage is meant: a cluster makes no consumer on nodes that it does not see
+        return LogUnavailable(
+            f"stream {stream} can have no new consumer now ({e.description}): too few of its nodes are there, or they "
+            "have as many streams and consumers as their max_ha_assets permits"
+        )
+    return to_error(e, stream)
+
+
 def to_error(e: ApiError, stream: str) -> Exception:
     """Return the exception for an error answer about a stream. Each error answer means that nothing was stored."""
     if (setting := _SETTINGS.get(e.err_code)) is not None:

@@ -15,7 +15,7 @@ from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogUnavaila
 from bufstore.jetstream.answers import NO_ANSWER, Answer, answer_of
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.direct_gets import DirectGets, NobodyReads, Shown
-from bufstore.jetstream.errors import ApiError, MessageMissing, StreamMissing, to_error
+from bufstore.jetstream.errors import ApiError, MessageMissing, StreamMissing, consumer_error, to_error
 from bufstore.jetstream.headers import entry_header
 from bufstore.jetstream.messages import (
     AppendUnknown,
@@ -246,7 +246,10 @@ class NatsStream:
             await self.delete(_NOWHERE)
 
     async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> Answer:
-        """Send a request to the JetStream API, e.g. ``STREAM.INFO.<name>``. Raises the error of `to_error`."""
+        """Send a request to the JetStream API, e.g. ``STREAM.INFO.<name>``.
+
+        Raises the error of `to_error`, or of `consumer_error` where it is about a consumer.
+        """
         try:
             answer = await self._connection.request(
                 f"{self._api}.{verb}",
@@ -256,7 +259,7 @@ class NatsStream:
             )
         except AppendUnknown as e:
             raise LogUnavailable(f"NATS does not answer {verb.split('.')[0]} requests: {e}") from None
-        return self._result(answer)
+        return self._result(answer, consumer_error if verb.startswith("CONSUMER.") else to_error)
 
     async def info(self, timeout_s: float = 5.0) -> Answer:
         """Return what the server says of the stream."""
@@ -296,14 +299,14 @@ class NatsStream:
         up_to = {} if seq is None else {"seq": seq + 1}
         await self.api(f"STREAM.PURGE.{self.name}", {"filter": subject, **up_to}, timeout_s)
 
-    def _result(self, answer: bytes) -> Answer:
+    def _result(self, answer: bytes, said: Callable[[ApiError, str], Exception] = to_error) -> Answer:
         result = answer_of(answer)
         try:
             error = msgspec.convert(result.get("error"), ApiError | None)
         except ValueError:
             raise LogUnavailable(NO_ANSWER) from None
         if error is not None:
-            raise to_error(error, self.name)
+            raise said(error, self.name)
         return result
 
     async def _leader_get(self, request: dict[str, Any], timeout_s: float) -> StoredMessage | None:
