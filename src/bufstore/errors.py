@@ -262,11 +262,15 @@ class StepUnknown(BufstoreError):
 class SubmitUnknown(BufstoreError):
     """The item was sent and no answer came, or no worker could be notified: it may or may not be worked on.
 
-    Submit it again if the work may be done twice.
+    Submit it again if the work may be done twice. It may still arrive, behind items that are submitted later: where the
+    newest counts (`Policy.REPLACE`), have the sink refuse what is older than what it has, or submit the newest again.
     """
 
     def __init__(self, key: str, reason: str) -> None:
-        super().__init__(f"the item for {key!r} may or may not be submitted: {reason}")
+        super().__init__(
+            f"the item for {key!r} may or may not be submitted, or may arrive behind items that are submitted later: "
+            f"{reason}"
+        )
         self.key = key
 
 

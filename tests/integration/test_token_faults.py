@@ -19,7 +19,8 @@ import token_instances
 import token_sink
 from bufstore.embedded import NatsServer, Servers
 from bufstore.errors import LogUnavailable, SubmitUnknown, TokenLost
-from bufstore.tokens import ExclusiveWork, Task
+from bufstore.tokens import ExclusiveWork, Policy, Task
+from fault_proxy.proxy import FaultProxy
 from helpers import elsewhere, eventually, query
 from rights import guarded
 from token_instances import Open, nothing_left, stall, took, working
@@ -145,6 +146,35 @@ async def _logged(caplog: pytest.LogCaptureFixture, action: str) -> list[str]:
 
 
 @pytest.mark.long  # ten seconds
+async def test_a_submission_without_an_answer_may_come_behind_later_ones(
+    opened: Open, servers: Servers, name: str
+) -> None:
+    """What SubmitUnknown and docs/TOKENS.md say: a stalled link gives what it holds when the caller has gone on."""
+    near = await opened(policy=Policy.REPLACE)
+    async with FaultProxy("127.0.0.1", servers.nats.port, protocol="nats") as proxy:
+        url = servers.nats.url.replace(f":{servers.nats.port}", f":{proxy.port}")
+        far = await opened(url, policy=Policy.REPLACE, timeout_s=1)
+        proxy.to_server.hold()
+        with pytest.raises(SubmitUnknown, match="behind items that are submitted later"):
+            await far.submit("a", b"old")
+        await near.submit("a", b"new")
+        async with await took(near) as task:
+            assert task.payload == b"new"
+            await task.done()
+        assert await nothing_left(near)
+        proxy.heal()
+
+        async def came() -> bool:
+            return (await near.statistics()).stored > 0
+
+        await eventually(came)
+        await near.submit("a", b"new")  # the newest once more: with REPLACE that is what is worked on
+        async with await took(near) as task:
+            assert task.payload == b"new"
+            await task.done()
+        assert await nothing_left(near)
+
+
 async def test_rights_that_are_taken_for_a_while_end_no_worker(
     opened: Open, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
