@@ -164,6 +164,13 @@ def test_what_may_be_over_later_is_no_configuration_that_cannot_work(
     assert text in str(error)
 
 
+def test_fewer_nodes_than_replicas_may_be_a_cluster_that_is_being_started() -> None:
+    """Regression: it was told to change size, replicas or placement, and not that the last node may just be missing."""
+    error = to_error(ApiError(code=400, err_code=10005, description="no suitable peers for placement"), "S")
+    assert type(error) is ConfigError
+    assert "open again once all nodes are there" in str(error)
+
+
 MINE = Record("me", "mark")
 
 

@@ -120,6 +120,11 @@ def _not_placed(e: ApiError) -> Exception:
     # The server has one code for too few nodes with such tags and for a node that is just starting again.
     if "offline" in e.description.lower():
         return LogUnavailable(f"a node of the cluster is away: {e.description}")
+    if e.description.endswith("placement"):  # all nodes suit, as far as the cluster knows of them
+        return ConfigError(
+            f"fewer nodes have ever joined this cluster than the stream has replicas ({e.description}): where it is "
+            "being started for the first time, open again once all nodes are there"
+        )
     return ConfigError(f"too few nodes suit this stream's size, replicas and placement: {e.description}")
 
 
