@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from bufstore import Consistency, PostgresThreadStore, StoreUnavailable
 from bufstore.embedded import PostgresServer, Servers
 from bufstore.errors import ConfigError
+from bufstore.mailbox import MailboxConfig, PostgresMailboxStore
 from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.pool import _Connection, new_pool, open_pool
 from conftest import Deployment
@@ -95,6 +97,17 @@ async def test_of_several_hosts_the_primary_is_used(own_servers: Servers) -> Non
             await store.force_flush_all()
             found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
             assert found == [said(0), said(1)]
+
+
+async def test_a_mailbox_is_opened_beside_a_host_that_says_nothing(servers: Servers) -> None:
+    """Regression: the first of several hosts had all of the time, however often a process began anew."""
+    postgres = servers.postgres
+    async with FaultProxy(_LOCAL, postgres.port, protocol="postgres") as gone:
+        gone.to_server.hold()
+        dsn = postgres.dsn.replace(f"{_LOCAL}:{postgres.port}/", f"{_LOCAL}:{gone.port},{_LOCAL}:{postgres.port}/")
+        config = MailboxConfig(timeout_s=3)
+        async with PostgresMailboxStore(dsn, schema=f"m{secrets.token_hex(5)}", pool_size=2, config=config) as box:
+            assert await box.queued_thread_ids() == []
 
 
 async def test_a_standby_alone_is_no_postgres_to_work_with(own_servers: Servers) -> None:

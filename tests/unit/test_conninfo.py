@@ -22,7 +22,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import Conninfo
 
 from bufstore import BufstoreError, ConfigError, StoreMisconfigured, StoreUnavailable
-from bufstore.postgres.connection.conninfo import check_conninfo, own_conninfo
+from bufstore.postgres.connection.conninfo import check_conninfo, opened_within, own_conninfo
 from bufstore.postgres.connection.pool import connect
 from bufstore.postgres.connection.refusals import reason_in
 from integration.test_cli_environments import Certificates
@@ -267,3 +267,24 @@ def test_nobody_is_asked_for_the_passphrase_of_a_key(tmp_path: Path, given: dict
             os.close(ours)
             os.close(terminal)
     assert "refused: " in ended.stdout and "private key file" in ended.stdout, ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("conninfo", "within_s"),
+    [
+        ("host=a", 5),
+        ("host=a connect_timeout=9", 5),
+        ("", 5),
+        ("host=a,b", 10),
+        ("host=a,b,c connect_timeout=3", 11),
+        ("host=a,b connect_timeout=0", 10),
+        ("host=a,b connect_timeout=1", 7),
+        ("hostaddr=10.0.0.1,10.0.0.2 host=a", 10),
+        ("postgresql://u@a:1,b:2/d?connect_timeout=4", 9),
+    ],
+)
+def test_the_first_connection_may_take_what_each_host_may_take(
+    conninfo: str, within_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PGHOST", raising=False)
+    assert opened_within(conninfo, 5) == within_s

@@ -31,7 +31,7 @@ from bufstore.langgraph.engine import CheckpointEngine
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore, schema_of
 from bufstore.nats.finding import FoundLog, find_log
 from bufstore.nats.session import session_to
-from bufstore.postgres.connection.conninfo import check_conninfo
+from bufstore.postgres.connection.conninfo import check_conninfo, opened_within
 from bufstore.postgres.connection.migrate import applied_migrations, check_schema
 from bufstore.threads.behind import buffer_of as threads_buffer
 from bufstore.threads.buffered import BufferedThreadStore
@@ -219,7 +219,10 @@ class Endpoints:
 
     async def has_tables(self, part: str, schema: str) -> bool:
         """Whether the schema has tables of this part of bufstore. Only reads. Raises StoreUnavailable."""
-        async with self.plain(pool_size=1) as plain, plain.pool.lend(_CONNECT_S) as connection:
+        async with (
+            self.plain(pool_size=1) as plain,
+            plain.pool.lend(opened_within(plain.pool.conninfo, _CONNECT_S)) as connection,
+        ):
             return part in await applied_migrations(connection, schema)
 
     async def noted(self, log: LogConfig, *, applies: bool = False) -> Target | None:

@@ -31,6 +31,7 @@ from bufstore.mailbox.store import MailboxStore
 from bufstore.notify.idle import WhileIdle
 from bufstore.notify.notifier import Notifier
 from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection.conninfo import opened_within
 from bufstore.postgres.connection.errors import NoAnswer, Unconfirmed
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
@@ -90,7 +91,7 @@ class PostgresBackend(Backend):
         if self._owns_pool:
             await self._pool.open(wait=False)
         try:
-            async with self._pool.lend(self._timeout_s) as connection:
+            async with self._pool.lend(opened_within(self._pool.conninfo, self._timeout_s)) as connection:
                 await migrate(connection, self._schema, _FOLDER, "mailbox")
             self._open = True
             await self._set_clock()

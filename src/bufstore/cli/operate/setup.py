@@ -19,6 +19,7 @@ from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift, ConfigError
 from bufstore.langgraph.engine import DEFAULT_LOG
 from bufstore.langgraph.postgres.store import BUFFER_SCHEMA
+from bufstore.postgres.connection.conninfo import opened_within
 from bufstore.postgres.connection.migrate import applied_migrations, check_schema, has_schema, has_table, taking_turns
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres import tables
@@ -218,7 +219,8 @@ def _check_no_savers(names: Mapping[str, str]) -> None:
 @asynccontextmanager
 async def _owner(target: Endpoints, roles: Sequence[str]) -> AsyncIterator[AsyncConnection[Any]]:
     async with target.plain(pool_size=1) as plain:
-        async with plain.pool.lend(_CONNECT_S) as connection:  # only a migration may take longer
+        # Only a migration may take longer.
+        async with plain.pool.lend(opened_within(plain.pool.conninfo, _CONNECT_S)) as connection:
             for role in roles:
                 await tables.check_grantee(connection, role)
         async with plain.pool.lend(_TIMEOUT_S) as connection:

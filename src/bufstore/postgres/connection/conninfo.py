@@ -110,6 +110,18 @@ def own_conninfo(conninfo: str, **defaults: Any) -> str:
     return make_conninfo(**(defaults | given | ours))
 
 
+def opened_within(conninfo: object, timeout_s: float) -> float:
+    """Return how long the first connection of a pool with this string may take, where one server is given `timeout_s`.
+
+    Of several, libpq gives each its `connect_timeout`, in turn: one whose machine is gone says nothing for so long.
+    """
+    found = conninfo_to_dict(str(conninfo))
+    named = found.get("host") or os.environ.get("PGHOST"), found.get("hostaddr")
+    others = max(str(names or "").count(",") for names in named)
+    each_s = float(found.get("connect_timeout") or 0) or timeout_s
+    return timeout_s + others * max(each_s, 2.0)
+
+
 def has_secret(conninfo: str) -> bool:
     """Return whether a connection string holds a secret. Raises like `check_conninfo`."""
     return not _SECRETS.isdisjoint(check_conninfo(conninfo))
