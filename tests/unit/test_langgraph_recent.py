@@ -88,6 +88,27 @@ def test_what_is_known_is_what_a_read_would_show(before: list[Operation], steps:
     assert hits or before
 
 
+def test_of_a_thread_that_was_read_whole_all_namespaces_are_known() -> None:
+    """As of one that only the log has: a read of the graph finds its subgraphs' rows there, too, and asks no more."""
+    called = Put(CheckpointRow("child:1", "b", None, b'{"v":4}', b"{}"))
+    later = Put(CheckpointRow("child:2", "c", None, b'{"v":4}', b"{}"))
+    before = WriteRow("child:2", "c", "task", 0, "a", "msgpack", b"1", "")
+    tables = Tables()
+    for operation in (PUT, called, Writes([before])):
+        tables.apply(operation)
+    recent = Recent(1 << 20)
+    recent.read("t", "", Newest(End(1, 1), tables, PUT.checkpoint), 0.0, whole=True)
+    for ns, row in (("", PUT.checkpoint), ("child:1", called.checkpoint), ("child:2", None), ("child:3", None)):
+        known = recent.newest("t", ns, None, 0.0)
+        assert known is not None
+        assert known.row == row
+    recent.wrote("t", 1, End(2, 2), later, 100)
+    known = recent.newest("t", "child:2", None, 0.0)
+    assert known is not None
+    assert known.row == later.checkpoint
+    assert known.tables.writes_of("child:2", "c") == [before], "its task may write before the checkpoint is saved"
+
+
 def test_nothing_is_known_behind_what_another_wrote_or_what_nobody_can_tell() -> None:
     def known(*operations: Operation | None, behind: int = 1, life: bool = False) -> bool:
         recent = Recent(1 << 20)
