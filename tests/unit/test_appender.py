@@ -1153,6 +1153,8 @@ def test_closing_with_writes_in_flight_ends_them_all(fault: str, turns: int) -> 
             await asyncio.sleep(0)
         await one.aclose()
         found = await asyncio.gather(*tasks, return_exceptions=True)
+        if turns and not fault:  # what is on its way when a store is closed is finished
+            assert all(isinstance(outcome, Receipt) for outcome in found), found
         for n, outcome in enumerate(found[:5]):
             if isinstance(outcome, Receipt):
                 assert world.runs()[f"r{n}"] == 1
@@ -1181,6 +1183,16 @@ def test_what_is_remembered_of_threads_is_bounded_by_their_messages_too() -> Non
         assert held <= 64 * 20, "64 messages for each of cached_threads"
 
     test(main, cached_threads=20)
+
+
+def test_a_thread_that_is_written_often_pushes_out_no_other() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"], "other")
+        for _ in range(64 * 2 + 1):  # the weight of two threads, if each write of the same one counted
+            await one.checkpoint(["a"])
+        assert one.appender.tip("other") is not None
+
+    test(main, cached_threads=2)
 
 
 # --- everything at once -----------------------------------------------------------------------------------------

@@ -35,6 +35,36 @@ def test_a_read_joins_store_and_tail() -> None:
     test(main)
 
 
+def test_an_older_copy_of_postgres_that_answered_just_before_a_failover_is_not_shown() -> None:
+    """The log no longer shows what the copy lacks, and only the connection to another Postgres tells of it."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        await world.flush()
+        two = Instance(world)
+        before = await two.reads._reader.state("t")
+        await one.append(["b"])
+        await world.flush_and_purge()
+        state, ends = two.reads._reader.state, two.log.ends
+
+        async def of_the_copy(_: str) -> ThreadState:
+            two.reads._with_waiting._reader.state = state  # type: ignore[method-assign]
+            return before
+
+        async def then_another_answers(subjects: Any) -> list[int]:
+            found = await ends(subjects)
+            await asyncio.sleep(1)  # meanwhile the copy has answered
+            world.reached.connections = 1  # type: ignore[attr-defined]
+            return found
+
+        two.reads._with_waiting._reader.state = of_the_copy  # type: ignore[method-assign]
+        two.log.ends = then_another_answers  # type: ignore[method-assign]
+        found, _ = await two.reads.joined("t")
+        assert [decode_message(m) for m in found.messages] == ["a", "b"]
+
+    test(main)
+
+
 @pytest.mark.parametrize("who", ["read", "append"])
 def test_postgres_that_answers_late_is_still_joined_with_the_tail(who: str) -> None:
     """Postgres seems to be down, the log holds only the tail of the thread, and then Postgres answers after all."""

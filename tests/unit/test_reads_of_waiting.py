@@ -103,6 +103,26 @@ def test_nothing_is_missed_while_it_moves_into_the_row(when: str) -> None:
     test(main)
 
 
+def test_a_watermark_misses_nothing_while_it_moves_into_the_row() -> None:
+    """The row of before the flush, without what waited, lacks the keys of what the log no longer shows."""
+
+    async def main(world: World, one: Instance) -> None:
+        two = await behind_what_waits(world, one)
+        expected = await two.reads.watermark("t")
+        of_thread = world.ledger.waiting.of_thread
+
+        async def just_flushed(thread_id: str) -> Any:
+            world.ledger.waiting.of_thread = of_thread  # type: ignore[method-assign]
+            await world.flush()
+            return await of_thread(thread_id)
+
+        world.ledger.waiting.of_thread = just_flushed  # type: ignore[method-assign]
+        assert await two.reads.watermark("t") == expected
+        assert world.ledger.waiting.entries == {}
+
+    test(main)
+
+
 @pytest.mark.parametrize("how", ["append", "checkpoint", "keyed"])
 def test_a_writer_builds_on_what_waits(how: str) -> None:
     async def main(world: World, one: Instance) -> None:
