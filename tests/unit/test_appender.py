@@ -1195,6 +1195,15 @@ def test_a_thread_that_is_written_often_pushes_out_no_other() -> None:
     test(main, cached_threads=2)
 
 
+def test_no_more_threads_are_remembered_than_was_said_and_those_are_the_last_ones() -> None:
+    async def main(world: World, one: Instance) -> None:
+        for thread_id in ("a", "b", "c", "d", "b", "e"):
+            await one.checkpoint(["m"], thread_id)
+        assert [t for t in "abcde" if one.appender.tip(t) is not None] == ["b", "d", "e"]
+
+    test(main, cached_threads=3)
+
+
 # --- everything at once -----------------------------------------------------------------------------------------
 
 

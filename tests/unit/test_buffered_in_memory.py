@@ -398,6 +398,37 @@ def test_a_flush_that_is_late_names_the_partition_its_owner_and_what_that_waits_
     run(main())
 
 
+def test_of_two_flushers_a_late_flush_names_the_one_that_is_responsible() -> None:
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+
+        async def apply(*_: object) -> None:
+            raise StoreUnavailable("Postgres has no room")
+
+        async with instance(nats, inner) as one, instance(nats, inner) as two:
+            await asyncio.sleep(20)  # each partition has its owner
+            partition, flusher = one.buffer.subjects.partition(thread_id), one.buffer.flusher
+            assert flusher is not None
+            if not flusher.owns(partition):
+                one, two, flusher = two, one, two.buffer.flusher
+            assert flusher is not None
+            assert flusher.owns(partition)
+            well, inner.apply = inner.apply, apply  # type: ignore[method-assign]
+            await one.checkpoint(thread_id, [1], run_of(thread_id))
+            await asyncio.sleep(5)
+            told = f"flusher {flusher.member} is responsible for flushing it: .*has no room"
+            with pytest.raises(FlushTimeout, match=told):
+                await two.force_flush(thread_id, timeout_s=2)
+            # It is the partition's next owner, and does not have it yet.
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(flusher, "owns", lambda _: False)
+                with pytest.raises(FlushTimeout, match="this process is responsible for flushing it"):
+                    await one.force_flush(thread_id, timeout_s=2)
+            inner.apply = well  # type: ignore[method-assign]
+
+    run(main())
+
+
 def test_a_flush_that_waits_for_an_answer_of_postgres_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: it named no reason, for a thread that may well have been flushed."""
 
