@@ -533,3 +533,25 @@ def test_an_entry_that_a_flush_passes_over_is_neither_built_on_nor_taken_for_a_r
         assert await world.messages() == (["mine"] if whole else ["m0", "mine"])
 
     test(main)
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("whole", [False, True], ids=["append", "checkpoint"])
+def test_a_repeat_of_a_first_entry_is_known_also_when_its_key_is_forgotten(whole: bool, flushed: bool) -> None:
+    """Its answer was lost, and others have written more behind it than the thread's keys show."""
+
+    async def main(world: World, one: Instance) -> None:
+        first = await write(one, "key", whole=whole)
+        one.appender._unresolved.remember("t", recent_keys.item("k", b"|".join(encode_messages(["mine"]))), 0)
+        one.appender.forget("t")
+        two = Instance(world)
+        for n in range(recent_keys.SIZE + 1):
+            await two.append([f"m{n}"])
+        if flushed:
+            await world.flush()
+        again = await write(one, "key", whole=whole)
+        assert again.repeated
+        assert (again.thread_seq, again.id) == (first.thread_seq, first.id)
+        await check_it_is_there_once(world)
+
+    test(main)
