@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import shutil
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -26,15 +24,7 @@ from bufstore.langgraph import AsyncBufferedSaver
 from bufstore.nats.ranges import LogReader
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark import ArchiveOvertaken, DataLoss, archive, compact, drain, expire, restore, tabulate
-from bufstore.spark.log_archive import (
-    archive_job,
-    archived_entries,
-    into_log,
-    manifests,
-    portions,
-    restore_job,
-    small_ranges,
-)
+from bufstore.spark.log_archive import archive_job, archived_entries, into_log, portions, restore_job, small_ranges
 from bufstore.spark.log_archive.manifests import _LISTING_TASKS, Manifest, check_ranges, manifests_of, texts_of
 from bufstore.spark.source.threadlog_format import ThreadLogSource
 from bufstore.threads.memory_store import MemoryThreadStore
@@ -226,25 +216,6 @@ async def test_folders_are_listed_by_as_many_tasks_as_there_are_cores(spark: Any
     assert sorted(texts) == [str(n) for n in range(folders)]
     assert tasks <= spark.sparkContext.defaultParallelism
     assert spark.conf.get(_LISTING_TASKS) == before[1]
-
-
-async def test_manifests_that_expire_while_they_are_read_hinder_nobody(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: an archive, say, ended with an error of Spark's beside an `expire`."""
-    for n in range(3):
-        (tmp_path / str(n)).mkdir()
-        (tmp_path / str(n) / "part").write_text(f"{n}\n")
-    listing = manifests.listing
-
-    @contextmanager
-    def then_one_goes(spark: Any) -> Iterator[None]:
-        with listing(spark):
-            yield
-        shutil.rmtree(tmp_path / "1")
-
-    monkeypatch.setattr(manifests, "listing", then_one_goes)
-    assert sorted(await asyncio.to_thread(texts_of, spark, str(tmp_path))) == ["0", "2"]
 
 
 @pytest.mark.long  # several archives and restores

@@ -219,7 +219,7 @@ def write_text(spark: SparkSession, path: str, line: str) -> None:
 
 
 def texts_of(spark: SparkSession, folder: str) -> list[str]:
-    """Return the lines of all files below a folder; none when the folder does not exist, or of files that go meanwhile.
+    """Return the lines of all files below a folder; none when the folder does not exist.
 
     Raises ConfigError for a folder that Spark would read as a pattern for others, but write to as it is.
     """
@@ -229,7 +229,7 @@ def texts_of(spark: SparkSession, folder: str) -> list[str]:
         raise ConfigError(f"an archive's path cannot have {found[0]!r}, which Spark takes for a pattern: {folder!r}")
     try:
         with listing(spark):
-            lines = spark.read.options(recursiveFileLookup="true", ignoreMissingFiles="true").text(folder)
+            lines = spark.read.option("recursiveFileLookup", "true").text(folder)
         return [line for (line,) in lines.collect()]
     except AnalysisException as e:
         if e.getCondition() == "PATH_NOT_FOUND":
