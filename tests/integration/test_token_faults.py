@@ -145,7 +145,6 @@ async def _logged(caplog: pytest.LogCaptureFixture, action: str) -> list[str]:
     return [r.getMessage() for r in caplog.records if getattr(r, "action", "") == action]
 
 
-@pytest.mark.long  # ten seconds
 async def test_a_submission_without_an_answer_may_come_behind_later_ones(
     opened: Open, servers: Servers, name: str
 ) -> None:
@@ -175,6 +174,7 @@ async def test_a_submission_without_an_answer_may_come_behind_later_ones(
         assert await nothing_left(near)
 
 
+@pytest.mark.long  # ten seconds
 async def test_rights_that_are_taken_for_a_while_end_no_worker(
     opened: Open, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from langchain_core.runnables import RunnableConfig
 
-from bufstore import InvalidId, ReadNotFresh, StoreUnavailable
-from bufstore.errors import ThreadQuarantined
+from bufstore import BufferConfig, Closed, ConfigError, ReadNotFresh, StoreUnavailable
+from bufstore.buffer.lanes import lane_of
+from bufstore.errors import StoreMisconfigured, ThreadQuarantined
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.langgraph.admission import Admission
+from bufstore.langgraph.engine import DEFAULT_LOG
 from bufstore.langgraph.protocol import Part
 from bufstore.memory import MemoryNats
 from unit.fake_log import run
@@ -69,8 +74,8 @@ def test_reads_are_bounded_and_nobody_waits_in_vain(chance: random.Random) -> No
             elif what < 0.8 and reads.inside:
                 end = reads.ends[chance.choice(reads.inside)]
                 if not end.done():
-                    refused = chance.random() < 0.3
-                    end.set_exception(ThreadQuarantined("t", 1)) if refused else end.set_result(None)
+                    of_one = chance.choice([None, None, ThreadQuarantined("t", 1), StoreMisconfigured("one row")])
+                    end.set_exception(of_one) if of_one is not None else end.set_result(None)
             elif what < 0.95 and reads.tasks:
                 number = chance.choice(list(reads.tasks))
                 cancelled.add(number)
@@ -93,7 +98,7 @@ def test_reads_are_bounded_and_nobody_waits_in_vain(chance: random.Random) -> No
     run(live())
 
 
-@pytest.mark.parametrize("error", [ReadNotFresh("late"), StoreUnavailable("away"), RuntimeError("a fault")])
+@pytest.mark.parametrize("error", [ReadNotFresh("late"), StoreUnavailable("away")])
 def test_all_go_on_once_one_finds_that_a_server_does_not_answer(error: Exception) -> None:
     async def live() -> None:
         reads = _Reads()
@@ -111,6 +116,10 @@ def test_all_go_on_once_one_finds_that_a_server_does_not_answer(error: Exception
         assert reads.entered[-1] == 10
 
     run(live())
+
+
+def _at(thread_id: str) -> RunnableConfig:
+    return {"configurable": {"thread_id": thread_id, "checkpoint_ns": ""}}
 
 
 class _OneAtATime(MemoryCheckpointStore):
@@ -131,10 +140,10 @@ def test_a_thousand_runs_that_begin_at_once_do_not_time_out() -> None:
     async def live() -> None:
         store = _OneAtATime()
         saver = await AsyncBufferedSaver.open(store, nats=MemoryNats())
-        at = [{"configurable": {"thread_id": f"t{number}", "checkpoint_ns": ""}} for number in range(1000)]
-        found = await asyncio.gather(*map(saver.aget_tuple, at))  # type: ignore[arg-type]
+        ids = [f"t{number}" for number in range(1000)]
+        found = await asyncio.gather(*(saver.aget_tuple(_at(id_)) for id_ in ids))
         assert found == [None] * 1000
-        assert store.asked == [each["configurable"]["thread_id"] for each in at], "first come, first served"
+        assert store.asked == ids, "first come, first served"
         await saver.aclose()
 
     run(live())
@@ -163,12 +172,52 @@ def test_who_waits_for_a_turn_learns_that_the_saver_was_closed() -> None:
     async def live() -> None:
         store = _OneAtATime()
         saver = await AsyncBufferedSaver.open(store, nats=MemoryNats())
-        at = [{"configurable": {"thread_id": f"t{number}"}} for number in range(500)]
-        reads = [asyncio.create_task(saver.aget_tuple(each)) for each in at]  # type: ignore[arg-type]
+        reads = [asyncio.create_task(saver.aget_tuple(_at(f"t{number}"))) for number in range(500)]
         await _settle()
         await saver.aclose()
         async with asyncio.timeout(20):
             ended = await asyncio.gather(*reads, return_exceptions=True)
-        assert isinstance(ended[-1], Exception) and not isinstance(ended[-1], InvalidId)
+        assert isinstance(ended[-1], Closed)
+
+    run(live())
+
+
+def test_lanes_do_not_wait_for_each_other() -> None:
+    async def live() -> None:
+        store = _OneAtATime()
+        config = BufferConfig(log=replace(DEFAULT_LOG, lanes=2))
+        saver = await AsyncBufferedSaver.open(store, nats=MemoryNats(), config=config)
+        ids = [f"t{number}" for number in range(400)]
+        slow, quick = ([id_ for id_ in ids if lane_of(id_, config.log) == lane] for lane in (0, 1))
+        reads = [asyncio.create_task(saver.aget_tuple(_at(id_))) for id_ in slow]
+        await _settle()
+        async with asyncio.timeout(5):
+            assert await saver.aget_tuple(_at(quick[0])) is None
+        assert not reads[-1].done()
+        await asyncio.gather(*reads)
+        await saver.aclose()
+
+    run(live())
+
+
+def test_a_call_from_another_loop_is_refused_also_while_runs_wait_for_a_turn() -> None:
+    async def live() -> None:
+        saver = await AsyncBufferedSaver.open(_OneAtATime(), nats=MemoryNats())
+        reads = [asyncio.create_task(saver.aget_tuple(_at(f"t{number}"))) for number in range(200)]
+        await _settle()
+        refused: list[BaseException] = []
+
+        def elsewhere() -> None:
+            try:
+                asyncio.run(asyncio.wait_for(saver.aget_tuple(_at("t")), 5))
+            except BaseException as e:
+                refused.append(e)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert [type(e) for e in refused] == [ConfigError]
+        await asyncio.gather(*reads)
+        await saver.aclose()
 
     run(live())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bufstore import BufferedThreadStore, MemoryThreadStore
-from bufstore.errors import BufstoreError, Closed, ReadNotFresh, StoreUnavailable
+from bufstore.errors import BufstoreError, Closed, LogUnavailable, ReadNotFresh, StoreUnavailable
 from bufstore.memory import MemoryNats
 from bufstore.tasks import StrayCancelledError
 from bufstore.threads.model import Run, decode_message
@@ -417,7 +417,16 @@ def test_a_read_outlives_a_restart_of_the_log() -> None:
         loop = asyncio.get_running_loop()
         back_at = loop.time() + 3.0
         world.log.fault = lambda kind: "unavailable" if loop.time() < back_at else ""
+        asked, ask = 0, one.reads.store.ask
+
+        def counted(thread_id: str) -> asyncio.Task[ThreadState]:
+            nonlocal asked
+            asked += 1
+            return ask(thread_id)
+
+        one.reads.store.ask = counted  # type: ignore[method-assign]
         states = await asyncio.gather(*(one.reads.thread("t", RYW) for _ in range(5)))
+        assert asked <= 10, "the store is not asked for the whole thread at each try"
         assert [[decode_message(m) for m in state.messages] for state in states] == [["a"]] * 5
         assert loop.time() < back_at + 1
 
@@ -441,6 +450,23 @@ def test_an_outage_of_the_log_that_goes_on_is_told_to_later_reads_at_once() -> N
             if hours == 0:
                 continue  # the next outage is another one although no read came between
             assert await shown(one) == ["a"]
+
+    test(main)
+
+
+def test_a_read_that_ends_late_tells_why_the_log_did_not_answer_before() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        answers = iter([LogUnavailable("the certificate has expired")])
+
+        async def last(*_: Any, **__: Any) -> int:
+            for error in answers:
+                raise error
+            return await asyncio.get_running_loop().create_future()
+
+        one.reads._last = last  # type: ignore[method-assign]
+        with pytest.raises(ReadNotFresh, match="within 10 s: the certificate has expired"):
+            await shown(one)
 
     test(main)
 

@@ -221,7 +221,7 @@ class Endpoints:
         """Whether the schema has tables of this part of bufstore. Only reads. Raises StoreUnavailable."""
         async with (
             self.plain(pool_size=1) as plain,
-            plain.pool.lend(opened_within(plain.pool.conninfo, _CONNECT_S)) as connection,
+            plain.pool.lend(opened_within(plain.pool.conninfo, _CONNECT_S), _CONNECT_S) as connection,
         ):
             return part in await applied_migrations(connection, schema)
 

@@ -71,6 +71,10 @@ class StorageFailed(LogUnavailable):
         super().__init__(f"the storage of NATS failed ({said}); if its disk is full, free it and restart nats-server")
 
 
+class NoConsumerNow(LogUnavailable):
+    """The cluster has no place for a consumer of the stream at this moment."""
+
+
 class TooManyMessages(LogFull):
     """The stream holds as many messages as somebody else has set."""
 
@@ -123,7 +127,8 @@ def _not_placed(e: ApiError) -> Exception:
     if e.description.endswith("placement"):  # all nodes suit, as far as the cluster knows of them
         return ConfigError(
             f"fewer nodes have ever joined this cluster than the stream has replicas ({e.description}): where it is "
-            "being started for the first time, open again once all nodes are there"
+            "being started for the first time, open again once all nodes are there. Or no cluster of these servers has "
+            "the name that LogConfig.placement_cluster gives"
         )
     return ConfigError(f"too few nodes suit this stream's size, replicas and placement: {e.description}")
 
@@ -184,7 +189,7 @@ _SETTINGS = {
 def consumer_error(e: ApiError, stream: str) -> Exception:
     """Return the exception for an error answer about a consumer of the stream."""
     if e.err_code == 10023:  # no storage is meant: a cluster makes no consumer on nodes that it does not see
-        return LogUnavailable(
+        return NoConsumerNow(
             f"stream {stream} can have no new consumer now ({e.description}): too few of its nodes are there, or they "
             "have as many streams and consumers as their max_ha_assets permits"
         )

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from types import TracebackType
 
-from bufstore.errors import Rejected
+from bufstore.errors import ReadNotFresh, Unavailable
 
 
 class Admission:
@@ -28,15 +28,15 @@ class Admission:
         self._waiting.append(turn)
         try:
             await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # its turn had come
+        except BaseException:
+            if turn.done() and not turn.cancelled():  # its turn had come
                 self._leave()
             raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not isinstance(error, Rejected):
+        if isinstance(error, (Unavailable, ReadNotFresh)):
             while self._admit_next():
                 self._inside += 1
         self._leave()

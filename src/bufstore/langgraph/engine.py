@@ -14,7 +14,6 @@ from bufstore.buffer.lanes import lane_configs, lane_of
 from bufstore.buffer.side_by_side import Lanes
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConcurrentWriter, ConfigError, ThreadQuarantined
-from bufstore.langgraph.admission import Admission
 from bufstore.langgraph.lane import CheckpointLane, NewThreads, OnConflict
 from bufstore.langgraph.model import BlobKey, BlobRow, CheckpointKey, CheckpointRow, Drop, Rows, Tables, WriteRow
 from bufstore.langgraph.outlines import all_but_latest, drop_of
@@ -32,8 +31,6 @@ DEFAULT_LOG = LogConfig(stream="LANGGRAPH", bucket="langgraph-hot", subject="lan
 _PAGE = 100
 #: How many threads are changed at a time by a call for many: fewer than the pool has connections, which others need.
 _AT_ONCE = 8
-#: How many runs may read what they begin with at the same time: more than keep a pool's connections busy.
-_BEGIN_AT_ONCE = 64
 #: How many bytes may wait for the logs in one process: more than ever wait while they answer.
 _BACKLOG_BYTES = 64 << 20
 #: About how many bytes an entry of a copied thread has.
@@ -81,7 +78,6 @@ class CheckpointEngine:
         ]
         self._only = self.all[0] if len(self.all) == 1 else None
         self._log = config.log
-        self._beginning = Admission(_BEGIN_AT_ONCE)
         #: The buffers of the lanes.
         self.lanes = Lanes([lane.buffer for lane in self.all])
 
@@ -111,20 +107,6 @@ class CheckpointEngine:
             for lane in self.all:
                 lane.backlog.close()
             await self.lanes.aclose()
-
-    async def checkpoint(
-        self, thread_id: str, ns: str, checkpoint_id: str | None, *, since: CheckpointKey | None = None
-    ) -> tuple[Tables, CheckpointRow] | None:
-        """See `CheckpointReads.checkpoint`.
-
-        A run begins with a read of the root namespace. Of runs that begin at once, some read at a time, so that those
-        that have begun get on, and the time of the others does not run out while they wait (docs/adr/0061).
-        """
-        read = partial(self.of(thread_id).checkpoint, thread_id, ns, checkpoint_id, since=since)
-        if ns:
-            return await read()
-        async with self._beginning:
-            return await read()
 
     async def pages(self, query: Query, limit: int | None) -> AsyncIterator[tuple[str, Tables]]:
         """Yield the checkpoints of a list, newest first, each with its thread, blobs and writes.

@@ -24,6 +24,8 @@ from bufstore.errors import (
     StoreUnavailable,
     ThreadQuarantined,
 )
+from bufstore.home import Home
+from bufstore.langgraph.admission import Admission
 from bufstore.langgraph.ancestors import Walk
 from bufstore.langgraph.backlog import Backlog
 from bufstore.langgraph.domain import LANGGRAPH
@@ -45,6 +47,8 @@ NewThreads = Literal["ask", "assume"]
 OnConflict = Literal["allow", "reject"]
 
 
+#: How many runs may read what they begin with at the same time: more than keep a pool's connections busy.
+_BEGIN_AT_ONCE = 64
 _CARRY_BYTES = 1 << 20
 #: How many entries in quarantine are looked at at a time.
 _PAGE = 100
@@ -105,6 +109,7 @@ class CheckpointLane:
         self._goes_on = self._reads.goes_on
         #: See `CheckpointReads.rows_read`.
         self.rows_read = self._reads.rows_read
+        self._home, self._beginning = Home(), Admission(_BEGIN_AT_ONCE)
         #: The writes that wait for the log.
         self.backlog = Backlog(backlog_bytes, config.append_timeout_s)
 
@@ -206,7 +211,21 @@ class CheckpointLane:
     async def checkpoint(
         self, thread_id: str, ns: str, checkpoint_id: str | None, *, since: CheckpointKey | None = None
     ) -> tuple[Tables, CheckpointRow] | None:
-        """See `CheckpointReads.checkpoint`."""
+        """See `CheckpointReads.checkpoint`.
+
+        A run begins with a read of the root namespace. Of runs that begin at once, some read at a time, so that those
+        that have begun get on, and the time of the others does not run out while they wait (docs/adr/0061).
+        """
+        read = partial(self._checkpoint, thread_id, ns, checkpoint_id, since)
+        if ns:
+            return await read()
+        self._home.check()  # on another loop nobody would give it a turn
+        async with self._beginning:
+            return await read()
+
+    async def _checkpoint(
+        self, thread_id: str, ns: str, checkpoint_id: str | None, since: CheckpointKey | None
+    ) -> tuple[Tables, CheckpointRow] | None:
         # A caller that names a checkpoint has its id from somewhere.
         may_be_new = self._assume_new and checkpoint_id is None and not self._reads.knows_of(thread_id)
         read = partial(self._reads.checkpoint, thread_id, ns, checkpoint_id, self._consistency, since)

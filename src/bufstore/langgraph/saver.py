@@ -236,7 +236,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         above = ns.rpartition("|")[0]
         caller = (config["configurable"].get("checkpoint_map") or {}).get(above) if ":" in ns else None
         since = (above, caller) if caller else None
-        found = await self.engine.checkpoint(thread_id, ns, checkpoint_id, since=since)
+        found = await self.engine.of(thread_id).checkpoint(thread_id, ns, checkpoint_id, since=since)
         if found is None:
             return None
         tables, row = found

@@ -90,8 +90,9 @@ class PostgresBackend(Backend):
     async def open(self) -> None:
         if self._owns_pool:
             await self._pool.open(wait=False)
+        within_s = opened_within(self._pool.conninfo, self._timeout_s)
         try:
-            async with self._pool.lend(opened_within(self._pool.conninfo, self._timeout_s)) as connection:
+            async with self._pool.lend(within_s, self._timeout_s) as connection:
                 await migrate(connection, self._schema, _FOLDER, "mailbox")
             self._open = True
             await self._set_clock()

@@ -81,8 +81,9 @@ class Reads(Generic[S]):
         self.same_postgres = SamePostgres(self._ledger, self.store, parts.config.read_timeout_s)
         #: Why the log refused a read, and until when that counts, in the loop's time.
         self._refused = ("", float("-inf"))
-        #: When the log left a read unanswered last, and until when such reads are tried again, in the loop's time.
-        self._unanswered_at, self._again_until = float("-inf"), 0.0
+        #: When the log left a read unanswered last, and why, and until when such reads are tried again, in the loop's
+        #: time.
+        self._unanswered_at, self._unanswered, self._again_until = float("-inf"), "", 0.0
 
     @property
     def refused(self) -> str:
@@ -112,7 +113,9 @@ class Reads(Generic[S]):
         within = f" within {self._config.read_timeout_s:g} s"
         if self.store.down is not None:
             return f"{within}; the store counts as away: {self.store.down}"
-        return f"{within}: the store did not answer" if asked_store_alone else within
+        if asked_store_alone:
+            return f"{within}: the store did not answer"
+        return f"{within}: {self._unanswered}" if self._unanswered_at > float("-inf") else within
 
     async def thread(
         self,
@@ -137,8 +140,8 @@ class Reads(Generic[S]):
         try:
             if level is Consistency.STRONG:
                 # It ends by itself, and says why; a limit around it would end it without a word.
-                flush = partial(self.force_flush, thread_id, self._config.read_timeout_s)
-                needed = max(await self._riding_out(flush), needed)
+                flushed = await self._riding_out(partial(self._flushed, thread_id, deadline), thread_id, deadline)
+                needed = max(flushed, needed)
             async with bound:
                 if level is Consistency.EVENTUAL:
                     state = await self._until(thread_id, lambda: self._reader.state(thread_id), needed)
@@ -148,7 +151,7 @@ class Reads(Generic[S]):
                     )
                 else:
                     read = partial(self._joined_state, thread_id, proven)
-                    state = await self._until(thread_id, lambda: self._riding_out(read), needed)
+                    state = await self._until(thread_id, lambda: self._riding_out(read, thread_id, deadline), needed)
         except TimeoutError:
             # Of an eventual read that need not include anything, the store alone was asked.
             why = self._why_late(bound.expired(), level is Consistency.EVENTUAL and not needed)
@@ -164,21 +167,27 @@ class Reads(Generic[S]):
             raise ThreadQuarantined(thread_id, broken_since)
         return state
 
-    async def _riding_out(self, read: Callable[[], Awaitable[T]]) -> T:
+    async def _flushed(self, thread_id: str, deadline: float) -> int:
+        return await self.force_flush(thread_id, max(0.0, deadline - asyncio.get_running_loop().time()))
+
+    async def _riding_out(self, read: Callable[[], Awaitable[T]], thread_id: str, deadline: float) -> T:
         """Return what `read` returns; try again for some time when the log does not answer: it may be a restart.
 
         In an outage that goes on this raises at once: an app can do without the log only if it knows.
         """
-        loop, pause = asyncio.get_running_loop(), 0.02
+        loop, pause, again = asyncio.get_running_loop(), 0.02, False
         while True:
             try:
+                if again:  # a whole read would ask Postgres for the thread each time
+                    await self._last(self._subjects.of(thread_id), proven=False)
                 found = await read()
-            except (LogUnavailable, AppendUnknown):
+            except (LogUnavailable, AppendUnknown) as e:
+                self._unanswered, again = str(e), True
                 now = loop.time()
                 if now - self._unanswered_at > _ONE_OUTAGE_S:
                     self._again_until = now + self._config.read_timeout_s / 2
                 self._unanswered_at = now
-                if now + pause >= self._again_until:
+                if now + pause >= min(self._again_until, deadline):
                     raise
             else:
                 self._unanswered_at = float("-inf")

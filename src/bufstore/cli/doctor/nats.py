@@ -27,7 +27,14 @@ from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
 from bufstore.jetstream import hooks
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.errors import ConsumerMissing, Mirrored, StorageFailed, StorageFull, StreamMissing
+from bufstore.jetstream.errors import (
+    ConsumerMissing,
+    Mirrored,
+    NoConsumerNow,
+    StorageFailed,
+    StorageFull,
+    StreamMissing,
+)
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.server_version import VERSION_MIN, check_version, text_of, too_old, version_of
 from bufstore.jetstream.stream import NatsStream
@@ -320,6 +327,8 @@ async def _permissions(
             await attempt()
         except (Conflict, ConsumerMissing):
             pass  # permitted and nothing stored, as it should be; a consumer that could not be made is already noted
+        except NoConsumerNow as e:
+            notes.say("consumer", Level.BAD, str(e), "wait, or start the nodes of the cluster that are missing")
         except (LogFull, StorageFailed) as e:
             failed = str(e)
         except (BufstoreError, AppendUnknown) as e:

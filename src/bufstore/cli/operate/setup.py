@@ -220,7 +220,7 @@ def _check_no_savers(names: Mapping[str, str]) -> None:
 async def _owner(target: Endpoints, roles: Sequence[str]) -> AsyncIterator[AsyncConnection[Any]]:
     async with target.plain(pool_size=1) as plain:
         # Only a migration may take longer.
-        async with plain.pool.lend(opened_within(plain.pool.conninfo, _CONNECT_S)) as connection:
+        async with plain.pool.lend(opened_within(plain.pool.conninfo, _CONNECT_S), _CONNECT_S) as connection:
             for role in roles:
                 await tables.check_grantee(connection, role)
         async with plain.pool.lend(_TIMEOUT_S) as connection:

@@ -203,6 +203,8 @@ class Pool(AsyncConnectionPool[_Connection]):
         self._lent = self._asking = 0
         #: Callers that wait for a place. Each gets the place with its connection; or None: the connection is gone.
         self._next: deque[asyncio.Future[_Connection | None]] = deque()
+        #: Those among them that come before the others.
+        self._first: deque[asyncio.Future[_Connection | None]] = deque()
         defaults: dict[str, Any] = {
             "connect_timeout": max(2, round(connect_timeout_s)),
             "application_name": "bufstore",
@@ -363,7 +365,7 @@ class Pool(AsyncConnectionPool[_Connection]):
         timers = [loop.call_at(deadline, self._too_late, turn)]
         if away_at < deadline:
             timers.append(loop.call_at(away_at, self._away, turn))
-        (self._next.appendleft if first else self._next.append)(turn)
+        (self._first if first else self._next).append(turn)
         try:
             return await turn
         except asyncio.CancelledError:
@@ -388,8 +390,8 @@ class Pool(AsyncConnectionPool[_Connection]):
 
     def _refuse_all(self, reason: str) -> None:
         """Refuse all waiting callers, so that each need not find out alone."""
-        while self._next:
-            turn = self._next.popleft()
+        while waiting := self._first or self._next:
+            turn = waiting.popleft()
             if not turn.done():
                 turn.set_exception(StoreMisconfigured(reason))
 
@@ -415,8 +417,8 @@ class Pool(AsyncConnectionPool[_Connection]):
             self._lent -= 1
 
     def _give_turn(self, connection: _Connection | None) -> bool:
-        while self._next:
-            turn = self._next.popleft()
+        while waiting := self._first or self._next:
+            turn = waiting.popleft()
             if not turn.done():
                 turn.set_result(connection)
                 return True
