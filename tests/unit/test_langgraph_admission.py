@@ -34,7 +34,7 @@ class _Reads:
     """Reads that end when they are told to."""
 
     def __init__(self) -> None:
-        self.admission = Admission(_AT_ONCE)
+        self.admission = Admission(_AT_ONCE, lambda error: isinstance(error, (ReadNotFresh, StoreUnavailable)))
         self.inside: list[int] = []
         self.entered: list[int] = []
         self.ends: dict[int, asyncio.Future[None]] = {}

@@ -467,6 +467,9 @@ def test_a_read_that_ends_late_tells_why_the_log_did_not_answer_before() -> None
         one.reads._last = last  # type: ignore[method-assign]
         with pytest.raises(ReadNotFresh, match="within 10 s: the certificate has expired"):
             await shown(one)
+        await asyncio.sleep(3600)
+        with pytest.raises(ReadNotFresh, match=r"within 10 s$"):
+            await shown(one, "another")
 
     test(main)
 

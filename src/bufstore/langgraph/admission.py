@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
-
-from bufstore.errors import ReadNotFresh, Unavailable
 
 
 class Admission:
@@ -16,8 +15,9 @@ class Admission:
     that each ends within the time of a read, too (docs/adr/0061).
     """
 
-    def __init__(self, at_once: int) -> None:
-        self._at_once, self._inside = at_once, 0
+    def __init__(self, at_once: int, is_outage: Callable[[Exception], bool]) -> None:
+        """`is_outage`: whether a read ended with this error because a server does not answer anybody."""
+        self._at_once, self._inside, self._is_outage = at_once, 0, is_outage
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def __aenter__(self) -> None:
@@ -29,14 +29,14 @@ class Admission:
         try:
             await turn
         except BaseException:
-            if turn.done() and not turn.cancelled():  # its turn had come
+            if not turn.cancel() and not turn.cancelled():  # its turn had come
                 self._leave()
             raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, (Unavailable, ReadNotFresh)):
+        if isinstance(error, Exception) and self._is_outage(error):
             while self._admit_next():
                 self._inside += 1
         self._leave()

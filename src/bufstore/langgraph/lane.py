@@ -23,6 +23,7 @@ from bufstore.errors import (
     StoreMisconfigured,
     StoreUnavailable,
     ThreadQuarantined,
+    Unavailable,
 )
 from bufstore.home import Home
 from bufstore.langgraph.admission import Admission
@@ -109,7 +110,7 @@ class CheckpointLane:
         self._goes_on = self._reads.goes_on
         #: See `CheckpointReads.rows_read`.
         self.rows_read = self._reads.rows_read
-        self._home, self._beginning = Home(), Admission(_BEGIN_AT_ONCE)
+        self._home, self._beginning = Home(), Admission(_BEGIN_AT_ONCE, self._is_outage)
         #: The writes that wait for the log.
         self.backlog = Backlog(backlog_bytes, config.append_timeout_s)
 
@@ -256,6 +257,10 @@ class CheckpointLane:
 
     def _store_is_down(self) -> bool:
         return self.buffer.reads.store.down is not None
+
+    def _is_outage(self, error: Exception) -> bool:
+        # A Postgres that refuses everybody counts as away; one that refuses a single row does not.
+        return isinstance(error, (Unavailable, ReadNotFresh)) or self._store_is_down()
 
     async def _in_log(self, thread_id: str) -> bool:
         return await self.buffer.log.latest(self.buffer.subjects.of(thread_id), self.buffer.config.read_timeout_s) > 0

@@ -106,7 +106,7 @@ class Reads(Generic[S]):
         if everything:
             self._recent.forget_all()
 
-    def _why_late(self, ours: bool, asked_store_alone: bool) -> str:
+    def _why_late(self, ours: bool, asked_store_alone: bool, began: float) -> str:
         """Return why a read ended late. `ours`: whether by our limit, and not by one of an app's own store."""
         if not ours:
             return ": the store's own call timed out"
@@ -115,7 +115,7 @@ class Reads(Generic[S]):
             return f"{within}; the store counts as away: {self.store.down}"
         if asked_store_alone:
             return f"{within}: the store did not answer"
-        return f"{within}: {self._unanswered}" if self._unanswered_at > float("-inf") else within
+        return f"{within}: {self._unanswered}" if self._unanswered_at >= began else within
 
     async def thread(
         self,
@@ -140,7 +140,7 @@ class Reads(Generic[S]):
         try:
             if level is Consistency.STRONG:
                 # It ends by itself, and says why; a limit around it would end it without a word.
-                flushed = await self._riding_out(partial(self._flushed, thread_id, deadline), thread_id, deadline)
+                flushed = await self._riding_out(partial(self._flushed, thread_id, deadline), deadline)
                 needed = max(flushed, needed)
             async with bound:
                 if level is Consistency.EVENTUAL:
@@ -151,10 +151,12 @@ class Reads(Generic[S]):
                     )
                 else:
                     read = partial(self._joined_state, thread_id, proven)
-                    state = await self._until(thread_id, lambda: self._riding_out(read, thread_id, deadline), needed)
+                    look = partial(self._last, self._subjects.of(thread_id), proven)
+                    state = await self._until(thread_id, lambda: self._riding_out(read, deadline, look), needed)
         except TimeoutError:
             # Of an eventual read that need not include anything, the store alone was asked.
-            why = self._why_late(bound.expired(), level is Consistency.EVENTUAL and not needed)
+            began = deadline - self._config.read_timeout_s
+            why = self._why_late(bound.expired(), level is Consistency.EVENTUAL and not needed, began)
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value}{why}") from None
         except (FlushTimeout, LogUnavailable, AppendUnknown) as e:
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value}: {e}") from e
@@ -170,16 +172,19 @@ class Reads(Generic[S]):
     async def _flushed(self, thread_id: str, deadline: float) -> int:
         return await self.force_flush(thread_id, max(0.0, deadline - asyncio.get_running_loop().time()))
 
-    async def _riding_out(self, read: Callable[[], Awaitable[T]], thread_id: str, deadline: float) -> T:
+    async def _riding_out(
+        self, read: Callable[[], Awaitable[T]], deadline: float, look: Callable[[], Awaitable[int]] | None = None
+    ) -> T:
         """Return what `read` returns; try again for some time when the log does not answer: it may be a restart.
 
-        In an outage that goes on this raises at once: an app can do without the log only if it knows.
+        `look`: an answer of the log that comes before each new try. In an outage that goes on this raises at once: an
+        app can do without the log only if it knows.
         """
         loop, pause, again = asyncio.get_running_loop(), 0.02, False
         while True:
             try:
-                if again:  # a whole read would ask Postgres for the thread each time
-                    await self._last(self._subjects.of(thread_id), proven=False)
+                if again and look is not None:  # a whole read would ask Postgres for the thread each time
+                    await look()
                 found = await read()
             except (LogUnavailable, AppendUnknown) as e:
                 self._unanswered, again = str(e), True
