@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -136,75 +138,69 @@ class _OneAtATime(MemoryCheckpointStore):
         return await super().latest(thread_id, ns, namespaces_max)
 
 
-def test_a_thousand_runs_that_begin_at_once_do_not_time_out() -> None:
+_Main = Callable[[AsyncBufferedSaver, _OneAtATime, list[asyncio.Task[Any]]], Awaitable[None]]
+
+
+def _while_they_begin(ids: Iterable[str], main: _Main, lanes: int = 1) -> None:
+    """Call `main` in virtual time while runs of these threads begin at once."""
+
     async def live() -> None:
-        store = _OneAtATime()
-        saver = await AsyncBufferedSaver.open(store, nats=MemoryNats())
-        ids = [f"t{number}" for number in range(1000)]
-        found = await asyncio.gather(*(saver.aget_tuple(_at(id_)) for id_ in ids))
-        assert found == [None] * 1000
-        assert store.asked == ids, "first come, first served"
+        store, config = _OneAtATime(), BufferConfig(log=replace(DEFAULT_LOG, lanes=lanes))
+        saver = await AsyncBufferedSaver.open(store, nats=MemoryNats(), config=config)
+        reads = [asyncio.create_task(saver.aget_tuple(_at(id_))) for id_ in ids]
+        await _settle()
+        await main(saver, store, reads)
+        await asyncio.gather(*reads, return_exceptions=True)
         await saver.aclose()
 
     run(live())
+
+
+def _ids(count: int) -> list[str]:
+    return [f"t{number}" for number in range(count)]
+
+
+def test_a_thousand_runs_that_begin_at_once_do_not_time_out() -> None:
+    async def main(saver: AsyncBufferedSaver, store: _OneAtATime, reads: list[asyncio.Task[Any]]) -> None:
+        assert await asyncio.gather(*reads) == [None] * 1000
+        assert store.asked == _ids(1000), "first come, first served"
+
+    _while_they_begin(_ids(1000), main)
 
 
 def test_a_run_that_has_begun_waits_for_none_that_begins() -> None:
-    async def live() -> None:
-        store = _OneAtATime()
-        saver = await AsyncBufferedSaver.open(store, nats=MemoryNats())
-
-        async def read(thread_id: str, ns: str) -> None:
-            await saver.aget_tuple({"configurable": {"thread_id": thread_id, "checkpoint_ns": ns}})
-
-        beginning = [asyncio.create_task(read(f"t{number}", "")) for number in range(200)]
-        await _settle()
+    async def main(saver: AsyncBufferedSaver, store: _OneAtATime, reads: list[asyncio.Task[Any]]) -> None:
         assert len(store.asked) < 100
-        await read("t0", "sub:1")
+        await saver.aget_tuple({"configurable": {"thread_id": "t0", "checkpoint_ns": "sub:1"}})
         assert "t199" not in store.asked
-        await asyncio.gather(*beginning)
-        await saver.aclose()
 
-    run(live())
+    _while_they_begin(_ids(200), main)
 
 
 def test_who_waits_for_a_turn_learns_that_the_saver_was_closed() -> None:
-    async def live() -> None:
-        store = _OneAtATime()
-        saver = await AsyncBufferedSaver.open(store, nats=MemoryNats())
-        reads = [asyncio.create_task(saver.aget_tuple(_at(f"t{number}"))) for number in range(500)]
-        await _settle()
+    async def main(saver: AsyncBufferedSaver, store: _OneAtATime, reads: list[asyncio.Task[Any]]) -> None:
         await saver.aclose()
         async with asyncio.timeout(20):
             ended = await asyncio.gather(*reads, return_exceptions=True)
         assert isinstance(ended[-1], Closed)
 
-    run(live())
+    _while_they_begin(_ids(500), main)
 
 
 def test_lanes_do_not_wait_for_each_other() -> None:
-    async def live() -> None:
-        store = _OneAtATime()
-        config = BufferConfig(log=replace(DEFAULT_LOG, lanes=2))
-        saver = await AsyncBufferedSaver.open(store, nats=MemoryNats(), config=config)
-        ids = [f"t{number}" for number in range(400)]
-        slow, quick = ([id_ for id_ in ids if lane_of(id_, config.log) == lane] for lane in (0, 1))
-        reads = [asyncio.create_task(saver.aget_tuple(_at(id_))) for id_ in slow]
-        await _settle()
+    log = replace(DEFAULT_LOG, lanes=2)
+    slow, quick = ([id_ for id_ in _ids(400) if lane_of(id_, log) == lane] for lane in (0, 1))
+
+    async def main(saver: AsyncBufferedSaver, store: _OneAtATime, reads: list[asyncio.Task[Any]]) -> None:
         async with asyncio.timeout(5):
             assert await saver.aget_tuple(_at(quick[0])) is None
         assert not reads[-1].done()
-        await asyncio.gather(*reads)
-        await saver.aclose()
 
-    run(live())
+    _while_they_begin(slow, main, lanes=2)
 
 
 def test_a_call_from_another_loop_is_refused_also_while_runs_wait_for_a_turn() -> None:
-    async def live() -> None:
-        saver = await AsyncBufferedSaver.open(_OneAtATime(), nats=MemoryNats())
-        reads = [asyncio.create_task(saver.aget_tuple(_at(f"t{number}"))) for number in range(200)]
-        await _settle()
+    async def main(saver: AsyncBufferedSaver, store: _OneAtATime, reads: list[asyncio.Task[Any]]) -> None:
         refused: list[BaseException] = []
 
         def elsewhere() -> None:
@@ -217,7 +213,5 @@ def test_a_call_from_another_loop_is_refused_also_while_runs_wait_for_a_turn() -
         thread.start()
         thread.join()
         assert [type(e) for e in refused] == [ConfigError]
-        await asyncio.gather(*reads)
-        await saver.aclose()
 
-    run(live())
+    _while_they_begin(_ids(200), main)

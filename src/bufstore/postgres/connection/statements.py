@@ -48,7 +48,7 @@ class Statements:
 
     async def first(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Return the rows of a small statement on which many wait: it gets its connection before others."""
-        async with self.lend(self.timeout_s) as connection:
+        async with self.lend(away_s=self.timeout_s) as connection:  # who says how long it waits comes first
             return await self.on(connection, name, *parameters)
 
     async def read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
