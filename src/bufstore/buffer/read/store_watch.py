@@ -18,6 +18,7 @@ _log = LogLines(__name__)
 #: How many seconds a call waits for the store before it tries the log alone, or gives up.
 STORE_PATIENCE_S = 2.0
 _PROBE_INTERVAL_S = 0.25
+_CLOSED = "the store was closed before there was an answer"
 
 
 class StoreWatch(Generic[S]):
@@ -29,6 +30,12 @@ class StoreWatch(Generic[S]):
         self._probe: asyncio.Task[None] | None = None
         self._question: asyncio.Task[None] | None = None
         self._closed = False
+        #: Who waits for the store, and since when, in the loop's time, the longest first. Woken when it goes down.
+        self._waiting: dict[asyncio.Future[None], float] = {}
+        #: Looks after them: one timer, because each of thousands of reads that looked itself would keep the loop busy.
+        self._looks: asyncio.TimerHandle | None = None
+        #: When the store was asked for them last, in the loop's time.
+        self._looked_at = float("-inf")
         #: Cancelled requests to the store that have not ended yet.
         self._ending: set[asyncio.Task[Any]] = set()
         #: Why the store counts as down; None while it answers.
@@ -59,9 +66,8 @@ class StoreWatch(Generic[S]):
 
     async def stored(self, asked: asyncio.Task[S], deadline: float) -> S | None:
         """Return the store's answer, however long that takes while the store is up; None if it does not answer."""
-        while not await self._done(asked, deadline, self._patience / 2):
-            if deadline <= asyncio.get_running_loop().time() or await self._is_down(unless=asked):
-                return None
+        if not await self._answered(asked, deadline - asyncio.get_running_loop().time()):
+            return None
         try:
             return asked.result()
         except StoreUnavailable:
@@ -81,10 +87,8 @@ class StoreWatch(Generic[S]):
         """Return the store's answer, however long that takes while the store is up. Raises StoreUnavailable."""
         asked = spawn(asking)
         try:
-            while self.down is None and not (await asyncio.wait([asked], timeout=self._patience / 2))[0]:
-                await self._is_down(unless=asked)
-            if not asked.done():
-                raise StoreUnavailable(self.down or "it does not answer")
+            if self.down is not None or not await self._answered(asked):
+                raise StoreUnavailable(self.reason)
             return asked.result()
         finally:
             self.let_go(asked)
@@ -97,9 +101,8 @@ class StoreWatch(Generic[S]):
         asked = spawn(asking)
         try:
             async with asyncio.timeout(timeout_s):
-                while not (await asyncio.wait([asked], timeout=self._patience / 2))[0]:
-                    if not self._closed:
-                        self._asking()  # not awaited: it may take longer than the answer
+                while not await self._answered(asked):
+                    pass  # the store has gone down, and may come back in time
         except TimeoutError:
             raise StoreUnavailable(self.reason) from None
         finally:
@@ -111,11 +114,12 @@ class StoreWatch(Generic[S]):
         if asked is None or asked.done():
             asked = self.ask(thread_id)
         try:
-            while not await self._done(asked, deadline, self._patience):
-                late = asyncio.get_running_loop().time() >= deadline
-                if late or self.down is not None:
-                    raise StoreUnavailable(self.down or "it did not answer within BufferConfig.read_timeout_s")
-            return asked.result()
+            while (left := deadline - asyncio.get_running_loop().time()) > 0:
+                if await self._answered(asked, left if self.down is None else min(left, self._patience)):
+                    return asked.result()
+                if self.down is not None:
+                    break
+            raise StoreUnavailable(self.down or "it did not answer within BufferConfig.read_timeout_s")
         except StoreUnavailable as e:
             raise StoreUnavailable(f"only Postgres has the state of thread {thread_id!r}: {e}") from e
         finally:
@@ -133,26 +137,61 @@ class StoreWatch(Generic[S]):
         if not asked.cancelled():
             asked.exception()  # otherwise asyncio reports an exception that was never retrieved
 
-    async def _done(self, asked: asyncio.Task[S], deadline: float, within_s: float) -> bool:
-        """Wait at most `within_s`, and not beyond `deadline`, for the store's answer. Returns whether it is there."""
-        left = max(deadline - asyncio.get_running_loop().time(), 0)
-        done, _ = await asyncio.wait([asked], timeout=min(within_s, left))
-        return bool(done)
+    async def _answered(self, asked: asyncio.Task[Any], timeout_s: float | None = None) -> bool:
+        """Wait for the store's answer until the store goes down; return whether it is there.
 
-    async def _is_down(self, *, unless: asyncio.Task[Any] | None = None) -> bool:
+        Raises Closed when this was closed, and there is still no answer.
+        """
+        if asked.done():
+            return True
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[None] = loop.create_future()
+        self._waiting[woken] = loop.time()
+        self._look_later()
+        try:
+            await asyncio.wait([asked, woken], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._waiting[woken]
+        if self._closed and woken.done() and not asked.done():
+            raise Closed(_CLOSED)
+        return asked.done()
+
+    def _due(self) -> float:
+        """Return when to ask the store: once somebody has waited for a while since it answered last."""
+        return max(next(iter(self._waiting.values())), self._looked_at) + self._patience / 2
+
+    def _look_later(self) -> None:
+        if self._looks is None and self._waiting:
+            self._looks = asyncio.get_running_loop().call_at(self._due(), self._look)
+
+    def _look(self) -> None:
+        self._looks = None
+        if self._closed:  # nobody would end what asks from now on
+            self._wake()
+        elif not self._waiting or asyncio.get_running_loop().time() < self._due():  # the first ones have their answers
+            self._look_later()
+        elif self.down is None:
+            self._asking().add_done_callback(self._looked)
+        else:
+            self._looked()
+
+    def _looked(self, _: object = None) -> None:
+        self._looked_at = asyncio.get_running_loop().time()
+        self._look_later()
+
+    def _wake(self) -> None:
+        for woken in self._waiting:
+            if not woken.done():
+                woken.set_result(None)
+
+    async def _is_down(self) -> bool:
         """Return whether the store does not even answer a small query, which all callers share.
 
-        `unless`: a request whose answer says sooner that the store is up. Raises Closed, and StoreUnavailable when
-        somebody cancels the query.
+        Raises Closed, and StoreUnavailable when somebody cancels the query.
         """
         if self._closed:  # nobody would end what asks from now on
-            raise Closed("the store was closed before there was an answer")
-        question = self._asking()
-        if unless is not None:
-            await asyncio.wait([unless, question], return_when=asyncio.FIRST_COMPLETED)
-            if unless.done():
-                return False
-        await unless_closed(question, lambda: self._closed, StoreUnavailable)
+            raise Closed(_CLOSED)
+        await unless_closed(self._asking(), lambda: self._closed, StoreUnavailable)
         return self.down is not None
 
     def _asking(self) -> asyncio.Task[None]:
@@ -182,6 +221,7 @@ class StoreWatch(Generic[S]):
                 reason,
                 extra={"action": "store_down"},
             )
+            self._wake()
             self._begin_looking()
 
     def _begin_looking(self) -> None:
