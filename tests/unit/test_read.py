@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bufstore import BufferedThreadStore, MemoryThreadStore
-from bufstore.errors import BufstoreError, Closed, LogUnavailable, ReadNotFresh, StoreUnavailable
+from bufstore.errors import BufstoreError, Closed, FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable
 from bufstore.memory import MemoryNats
 from bufstore.tasks import StrayCancelledError
 from bufstore.threads.model import Run, decode_message
@@ -429,6 +429,57 @@ def test_a_read_outlives_a_restart_of_the_log() -> None:
         assert asked <= 10, "the store is not asked for the whole thread at each try"
         assert [[decode_message(m) for m in state.messages] for state in states] == [["a"]] * 5
         assert loop.time() < back_at + 1
+
+    test(main)
+
+
+class AllFlushed:
+    """A FlushWaiter for whom everything is flushed already."""
+
+    async def thread(self, *_: object) -> None:
+        pass
+
+    async def partitions(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("call", ["force_flush", "force_flush_all", "strong"])
+def test_who_waits_for_a_flush_outlives_a_restart_of_the_log(call: str) -> None:
+    """Regression: force_flush, and with it the lists of a saver, failed at once, where reads and writes waited."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        await world.flush()
+        one.reads._waiter = AllFlushed()  # type: ignore[assignment]
+        loop = asyncio.get_running_loop()
+        back_at = loop.time() + 3.0
+        world.log.fault = lambda kind: "unavailable" if loop.time() < back_at else ""
+        match call:
+            case "force_flush":
+                await one.reads.force_flush("t", 30.0)
+            case "force_flush_all":
+                await one.reads.force_flush_all(30.0)
+            case _:
+                assert (await one.reads.thread("t", Consistency.STRONG)).watermark.flushed_seq
+        assert back_at <= loop.time() < back_at + 1
+
+    test(main)
+
+
+@pytest.mark.parametrize(("timeout_s", "error"), [(4.0, FlushTimeout), (30.0, LogUnavailable)])
+def test_a_flush_that_the_log_does_not_answer_tells_why(timeout_s: float, error: type[BufstoreError]) -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        answers = iter([LogUnavailable("the certificate has expired")])
+
+        async def latest(*_: Any, **__: Any) -> int:
+            for failure in answers:
+                raise failure
+            return await asyncio.get_running_loop().create_future()
+
+        one.reads._log.latest = latest  # type: ignore[method-assign]
+        with pytest.raises(error, match="the certificate has expired"):
+            await one.reads.force_flush("t", timeout_s)
 
     test(main)
 

@@ -140,7 +140,7 @@ class Reads(Generic[S]):
         try:
             if level is Consistency.STRONG:
                 # It ends by itself, and says why; a limit around it would end it without a word.
-                flushed = await self._riding_out(partial(self._flushed, thread_id, deadline), deadline)
+                flushed = await self._flushed(thread_id, deadline)
                 needed = max(flushed, needed)
             async with bound:
                 if level is Consistency.EVENTUAL:
@@ -258,10 +258,12 @@ class Reads(Generic[S]):
     async def _told(self, ask: Callable[[float], Awaitable[T]], thread_id: str | None, timeout_s: float) -> T:
         """Return the log's answer. A silent log counts as unavailable only if it had as long as a read has."""
         own_s, late = self._config.read_timeout_s, "the log did not say in time which entries must be flushed"
+        began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(timeout_s):
-                return await ask(max(timeout_s, own_s))
+                return await self._riding_out(lambda: ask(max(timeout_s, own_s)), began + timeout_s)
         except TimeoutError:
+            late += f": {self._unanswered}" if self._unanswered_at >= began else ""
             if timeout_s < own_s:
                 raise FlushTimeout(thread_id, target=0, flushed=0, reason=late) from None
             raise LogUnavailable(late) from None
