@@ -290,6 +290,10 @@ class LedgerView:
     def connections(self) -> int:
         return self._database.falls
 
+    @property
+    def databases(self) -> int:
+        return self._database.falls
+
     async def open(self) -> None:
         """Do nothing: the database need not be up."""
 

@@ -20,9 +20,14 @@ class Postgres:
     """A ledger of two partitions, one of which lacks settled entries until it is flushed again."""
 
     def __init__(self) -> None:
-        self.connections = 1
+        self.connections = self.databases = 1
         self.flushed = False
         self.looks = 0
+
+    def take_over(self) -> None:
+        """Let another database, or another run of the server, answer from now on, behind a new connection."""
+        self.connections += 1
+        self.databases += 1
 
     async def cursors(self) -> dict[int, Cursor]:
         self.looks += 1
@@ -75,15 +80,15 @@ def test_nothing_counts_until_it_is_flushed_again(monkeypatch: pytest.MonkeyPatc
     run(main())
 
 
-@pytest.mark.parametrize("what", ["a new connection", "a higher floor"])
+@pytest.mark.parametrize("what", ["another database", "a higher floor"])
 def test_an_answer_from_before_it_was_flushed_again_does_not_count(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: an answer from before the flush was shown as fresh, because the look came after the flush."""
 
     async def main() -> None:
         postgres, log = Postgres(), Log()
-        log.floor = FLOOR if what == "a new connection" else 1
+        log.floor = FLOOR if what == "another database" else 1
         counts = restored(postgres, log, monkeypatch)
-        postgres.flushed = what == "a new connection"
+        postgres.flushed = what == "another database"
         await counts.counting(postgres.answer)
         asked = 0
 
@@ -92,8 +97,8 @@ def test_an_answer_from_before_it_was_flushed_again_does_not_count(what: str, mo
             asked += 1
             found = await postgres.answer()
             if asked == 1:
-                if what == "a new connection":
-                    postgres.connections += 1
+                if what == "another database":
+                    postgres.take_over()
                 else:
                     log.floor = FLOOR
                 postgres.flushed = True
@@ -104,6 +109,45 @@ def test_an_answer_from_before_it_was_flushed_again_does_not_count(what: str, mo
         await asyncio.sleep(6)
         assert await counts.counting(meanwhile) == "new"
         assert asked == 3, "it is asked again for its cursors only"
+        await counts.aclose()
+
+    run(main())
+
+
+def test_a_new_connection_to_the_same_database_spoils_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: while a pool grew, each question that waited in it was asked twice."""
+
+    async def main() -> None:
+        postgres = Postgres()
+        counts = restored(postgres, Log(), monkeypatch)
+        postgres.flushed = True
+        await counts.counting(postgres.answer)
+        asked, looks = 0, postgres.looks
+
+        async def meanwhile() -> str:
+            nonlocal asked
+            asked += 1
+            postgres.connections += asked <= 5
+            return await postgres.answer()
+
+        assert await asyncio.gather(*(counts.counting(meanwhile) for _ in range(5))) == ["new"] * 5
+        assert asked == 5
+        assert postgres.looks > looks, "it is compared again: its tables may be older ones"
+        await counts.aclose()
+
+    run(main())
+
+
+def test_a_database_that_is_met_only_when_its_connection_is_used_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        postgres = Postgres()
+        counts = restored(postgres, Log(), monkeypatch)
+        postgres.flushed = True
+        postgres.connections += 1  # a pool has made it beforehand
+        await counts.counting(postgres.answer)
+        postgres.databases, postgres.flushed = 2, False
+        with pytest.raises(StoreUnavailable, match="flushed again"):
+            await counts.counting(postgres.answer)
         await counts.aclose()
 
     run(main())
@@ -137,7 +181,7 @@ def test_an_old_leader_does_not_tell_that_postgres_went_back(monkeypatch: pytest
         counts = restored(postgres, log, monkeypatch)
         monkeypatch.setattr("bufstore.buffer.read.restored.mismatch", old)
         assert await counts.counting(postgres.answer) == "old"
-        postgres.connections += 1
+        postgres.take_over()
         monkeypatch.setattr("bufstore.buffer.read.restored.mismatch", wrong)
         with pytest.raises(StoreUnavailable, match="position 50"):
             await counts.counting(postgres.answer)
@@ -178,7 +222,7 @@ def test_reads_of_a_postgres_that_went_back_too_far_store_a_proof_now_and_then(m
     run(main())
 
 
-@pytest.mark.parametrize("how", ["a new connection", "an old connection, by a pooler"])
+@pytest.mark.parametrize("how", ["another database", "a new connection", "an old connection, by a pooler"])
 def test_an_answer_does_not_count_after_others_found_postgres_flushed_again(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +241,8 @@ def test_an_answer_does_not_count_after_others_found_postgres_flushed_again(
             asked += 1
             if asked == 1:
                 postgres.flushed = False
-                postgres.connections += how == "a new connection"
+                postgres.connections += how != "an old connection, by a pooler"
+                postgres.databases += how == "another database"
                 found = await postgres.answer()
                 with pytest.raises(StoreUnavailable, match="flushed again"):
                     await counts.counts_since(counts.era)
@@ -220,7 +265,8 @@ def test_a_connection_that_came_during_the_comparison_is_compared_too(monkeypatc
         async def cursors(self) -> dict[int, Cursor]:
             found = await super().cursors()
             if self.looks == 1:
-                self.connections, self.flushed = 2, False
+                self.take_over()
+                self.flushed = False
             return found
 
     async def main() -> None:

@@ -42,6 +42,10 @@ class MemoryLedger:
     def connections(self) -> int:
         return 0
 
+    @property
+    def databases(self) -> int:
+        return 0
+
     async def server_run(self) -> str:
         return self.run
 

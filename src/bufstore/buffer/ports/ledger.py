@@ -187,6 +187,10 @@ class Ledger(Protocol):
     def connections(self) -> int:
         """How many connections to the database this process has made. Behind a new one may be an older copy of it."""
 
+    @property
+    def databases(self) -> int:
+        """To how many databases they led, as far as they were used; a copy, or a restarted server, counts anew."""
+
     async def server_run(self) -> str:
         """Which run of which server answers: another one after a restart, and after a failover."""
 

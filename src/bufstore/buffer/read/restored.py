@@ -10,7 +10,7 @@ counts again. If the log does not reach back to a cursor, the flushers refuse th
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from bufstore import elapsed
 from bufstore.buffer.flush.takeover import mismatch, never_flushed, proven
@@ -21,8 +21,6 @@ from bufstore.shared_call import SharedCall
 
 T = TypeVar("T")
 
-#: The value of `Restored._fits` while no comparison has succeeded.
-_NEVER = (-1, float("-inf"), 0)
 #: Seconds after which Postgres is compared again although no connection is new: a pooler may lead an old connection to
 #: another Postgres.
 _AGAIN_S = 5.0
@@ -30,6 +28,22 @@ _OLDER = (
     "Postgres is treated as unavailable: it seems to have gone back further than the log reaches ({}); see `bufstore "
     "repair`"
 )
+
+
+class _Fit(NamedTuple):
+    """A comparison after which Postgres had everything."""
+
+    #: How many connections there had been, and to how many databases they had led.
+    connections: int
+    databases: int
+    #: When it was.
+    at: float
+    #: Up to which position Postgres had everything.
+    reached: int
+
+
+#: There was none, or the last one failed.
+_NEVER = _Fit(-1, -1, float("-inf"), 0)
 
 
 class Restored:
@@ -40,8 +54,7 @@ class Restored:
         self._look, self._preparing = SharedCall(self._compare), SharedCall(self._prepare)
         #: Makes sure that tables and log belong together, which nobody could while Postgres was away; None: it is done.
         self.prepare: Callable[[], Awaitable[None]] | None = None
-        #: The last comparison: how many connections there had been, when it was, and the position up to which Postgres
-        #: had everything.
+        #: The last comparison, if it succeeded.
         self._fits = _NEVER
         #: When a mismatch of log and Postgres was proven last.
         self._proven_at = float("-inf")
@@ -70,7 +83,7 @@ class Restored:
         Raises StoreUnavailable.
         """
         while True:
-            if self._fits[0] != self._ledger.connections:
+            if self._is_new():
                 await self._look()  # before `ask`, which may take long and would have to be repeated
             era = self.era
             answer = await ask()
@@ -82,25 +95,29 @@ class Restored:
 
         Raises StoreUnavailable if no answer counts now.
         """
-        connections, at, reached = self._fits
-        fits = connections == self._ledger.connections and elapsed.now_s() - at < _AGAIN_S
-        if not fits or self._log.floor > reached:
+        old = elapsed.now_s() - self._fits.at >= _AGAIN_S
+        if old or self._is_new() or self._log.floor > self._fits.reached:
             await self._look()
         return self.era == era
+
+    def _is_new(self) -> bool:
+        """Whether answers may come from a Postgres that was not compared yet."""
+        return (self._ledger.connections, self._ledger.databases) != (self._fits.connections, self._fits.databases)
 
     async def _compare(self) -> None:
         if self.prepare is not None:
             await self._ledger.setup()  # rides out a restart, as any question does; `prepare` gives up sooner
             await self.prepared()
-        before, (connections, at, floor) = self._fits, (self._ledger.connections, elapsed.now_s(), self._log.floor)
+        before, floor = self._fits, self._log.floor
+        now = _Fit(self._ledger.connections, self._ledger.databases, elapsed.now_s(), floor)
         try:
-            reached = await self._reached(floor)
+            self._fits = now._replace(reached=await self._reached(floor))
         except BaseException:
             self._fits = _NEVER
             raise
-        if before[0] != connections or floor > before[2]:
+        # A new connection to the database of the others may say what they say: a pool that grows spoils no answer.
+        if before.databases != now.databases or floor > before.reached:
             self.era += 1
-        self._fits = connections, at, reached
 
     async def _reached(self, floor: int) -> int:
         """Return up to which position Postgres has everything. Raises StoreUnavailable if that is below the floor."""

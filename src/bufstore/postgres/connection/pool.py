@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Self
 import psycopg
 from psycopg import AsyncConnection, AsyncPipeline, IsolationLevel
 from psycopg.pq import TransactionStatus
-from psycopg.rows import TupleRow, tuple_row
+from psycopg.rows import TupleRow
 from psycopg.waiting import Ready, Wait
 from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
 
@@ -27,6 +27,7 @@ from bufstore.postgres.connection.errors import Unconfirmed, hung_up, is_lost, m
 from bufstore.postgres.connection.primary import PASSED_OFF, to_the_primary
 from bufstore.postgres.connection.quiet import WAITING, Ours, quieten
 from bufstore.postgres.connection.refusals import is_refusal, reason_in
+from bufstore.postgres.connection.session import ask
 from bufstore.tasks import Closing, spawn, to_the_end
 
 #: The advice when a store is opened again, or by another one.
@@ -37,8 +38,6 @@ _NUDGE_S = 0.5
 _CANCELLED_S = 1.0
 #: How long a closing pool waits for its own tasks, which take back the lent connections.
 _CLOSE_S = 1.0
-#: What a session is asked when it is lent for the first time.
-_SESSION = "SELECT current_setting('default_transaction_isolation'), pg_is_in_recovery()"
 #: A connection goes from caller to caller for this many seconds; then the pool checks whether it is too old.
 _HANDED_ON_S = 60.0
 
@@ -324,16 +323,12 @@ class Pool(AsyncConnectionPool[_Connection]):
         be lost behind a pooler, which also refuses a setting that comes with the connection.
         """
         if connection.single is None:
-            cursor = connection.cursor(row_factory=tuple_row)
-            try:
-                level, standby = await (await cursor.execute(_SESSION)).fetchone() or ("", False)
-            except psycopg.errors.FeatureNotSupported:  # serializable is the default, which only a standby refuses
-                level, standby = "", True
-            if standby:
+            session = await ask(connection)
+            if session.standby:
                 self._failure.doubted, self._failure.reason = True, PASSED_OFF
                 await connection.close()
                 return False
-            connection.single = level == "read committed"
+            connection.single = session.read_committed
         if connection.autocommit is not connection.single:
             await connection.set_autocommit(connection.single)
         return True
