@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 import msgspec
 
@@ -17,7 +16,8 @@ from bufstore.buffer import producers
 from bufstore.errors import InvalidRecord, LogFull, NotFound, Rejected
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import queries
-from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.postgres.connection.pool import new_pool
+from bufstore.postgres.connection.statements import Statements
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, CheckpointRow, row_of_json, wanted_of
 from bufstore.spark.sink.spark_ledger import FOLDER, shown_thread
 from bufstore.threads.buffered import BufferedThreadStore
@@ -52,45 +52,44 @@ class RowReplay(msgspec.Struct, frozen=True):
     refused: str | None = None
 
 
-class ParkedRows:
+class ParkedRows(Statements):
     """The rows that sinks set aside. Raises StoreUnavailable when Postgres does not answer."""
 
     def __init__(self, conninfo: str, schema: str) -> None:
-        self._pool: Pool = new_pool(conninfo, size=2)
+        super().__init__(new_pool(conninfo, size=2), queries(FOLDER, schema), _TIMEOUT_S)
         self._schema = schema
-        self._sql = queries(FOLDER, schema)
 
     async def __aenter__(self) -> ParkedRows:
-        await self._pool.open(wait=False)
+        await self.pool.open(wait=False)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._pool.close()
+        await self.pool.close()
 
     async def there(self) -> bool:
         """Return whether a sink has made its tables here."""
-        return bool((await self._fetch("tables", self._schema))[0][0])
+        return bool((await self.run("tables", self._schema))[0][0])
 
     async def count(self) -> int:
-        return int((await self._fetch("count"))[0][0])
+        return int((await self.run("count"))[0][0])
 
     async def page(
         self, *, thread_id: str | None = None, app_id: str | None = None, after: int = 0, limit: int = 100
     ) -> list[ParkedRow]:
         """Return the next rows behind id `after`, oldest first."""
-        return [ParkedRow(*found) for found in await self._fetch("page", after, thread_id, app_id, limit)]
+        return [ParkedRow(*found) for found in await self.run("page", after, thread_id, app_id, limit)]
 
     async def threads_of(self, ids: Sequence[int]) -> list[str]:
         """Return the threads of these rows."""
-        return [thread_id for (thread_id,) in await self._fetch("threads_of", arrays.longs(ids))]
+        return [thread_id for (thread_id,) in await self.run("threads_of", arrays.longs(ids))]
 
     async def threads(self, after: str) -> list[str]:
         """Return a page of the threads of which rows are set aside, those behind thread `after`."""
-        return [thread_id for (thread_id,) in await self._fetch("next_threads", after)]
+        return [thread_id for (thread_id,) in await self.run("next_threads", after)]
 
     async def discard(self, ids: Sequence[int]) -> int:
         """Forget rows. Returns how many there were."""
-        return len(await self._fetch("discard", arrays.longs(ids)))
+        return len(await self.run("discard", arrays.longs(ids)))
 
     async def correct(self, id_: int, row: str) -> None:
         """Put another row (JSON) in the place of this one.
@@ -103,7 +102,7 @@ class ParkedRows:
         if unknown:
             raise InvalidRecord(f"{min(unknown)} is not a column of a checkpoint: {', '.join(COLUMNS)}")
         wanted_of(found)
-        if not await self._fetch("correct", id_, row, shown_thread(found["thread_id"])):
+        if not await self.run("correct", id_, row, shown_thread(found["thread_id"])):
             raise NotFound(f"no row {id_} waits in spark_quarantine (or a replay of it has begun: replay it first)")
 
     async def replay(self, store: BufferedThreadStore, thread_id: str, ids: Sequence[int] | None) -> list[RowReplay]:
@@ -112,11 +111,11 @@ class ParkedRows:
         A refused row stays, with its new cause. Raises the errors of `BufferedThreadStore.checkpoint` that are not the
         row's fault.
         """
-        async with self._pool.lend(_TIMEOUT_S) as connection, connection.transaction():
-            await self._execute(connection, "lock_replays", self._schema, thread_id)
+        async with self.lend() as connection, connection.transaction():
+            await self.on(connection, "lock_replays", self._schema, thread_id)
             wanted = arrays.longs(ids) if ids is not None else None
             highest = await _highest(store, thread_id)
-            await self._execute(connection, "number", thread_id, wanted, self._schema, highest)
+            await self.on(connection, "number", thread_id, wanted, self._schema, highest)
         done: list[RowReplay] = []
         while (one := await self._replay_one(store, thread_id)) is not None:
             done.append(one)
@@ -128,9 +127,9 @@ class ParkedRows:
         A refusal must be durable before a higher number is written: after that, the refused row's number, which was
         never written, would be taken for a written one.
         """
-        async with self._pool.lend(_TIMEOUT_S) as connection, connection.transaction():
-            await self._execute(connection, "lock_replays", self._schema, thread_id)
-            found = await self._execute(connection, "numbered", thread_id)
+        async with self.lend() as connection, connection.transaction():
+            await self.on(connection, "lock_replays", self._schema, thread_id)
+            found = await self.on(connection, "numbered", thread_id)
             if not found:
                 return None
             ((id_, row, number),) = found
@@ -146,17 +145,10 @@ class ParkedRows:
             except LogFull:
                 raise
             except Rejected as e:
-                await self._execute(connection, "refused", id_, str(e).replace("\0", ""))
+                await self.on(connection, "refused", id_, str(e).replace("\0", ""))
                 return RowReplay(id_, thread_id, str(e))
-            await self._execute(connection, "discard", arrays.longs([id_]))
+            await self.on(connection, "discard", arrays.longs([id_]))
             return RowReplay(id_, thread_id)
-
-    async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        async with self._pool.lend(_TIMEOUT_S) as connection:
-            return await self._execute(connection, name, *parameters)
-
-    async def _execute(self, connection: Any, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        return await arrays.rows_of(connection, self._sql[name], parameters)
 
 
 async def _write(

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bufstore.errors import ConfigError
-from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import migrate, queries
-from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.postgres.connection.pool import new_pool
+from bufstore.postgres.connection.statements import Statements
 from bufstore.spark.sink.checkpoint_rows import UNREADABLE
 from bufstore.spark.sink.lines import shown
 from bufstore.spark.sink.parts import Part
@@ -57,18 +57,17 @@ class SparkLedger:
     """The jobs' tables. Raises StoreUnavailable when Postgres cannot be reached."""
 
     def __init__(self, conninfo: str, schema: str) -> None:
-        self._pool: Pool = new_pool(conninfo, size=1)
+        self._sql = Statements(new_pool(conninfo, size=1), queries(FOLDER, schema), _TIMEOUT_S)
         self._schema = schema
-        self._sql = queries(FOLDER, schema)
 
     async def open(self) -> None:
-        await self._pool.open(wait=False)
+        await self._sql.pool.open(wait=False)
 
     async def aclose(self) -> None:
-        await self._pool.close()
+        await self._sql.pool.close()
 
     async def setup(self, timeout_s: float = _TIMEOUT_S) -> None:
-        async with self._pool.lend(timeout_s) as connection:
+        async with self._sql.lend(timeout_s=timeout_s) as connection:
             await migrate(connection, self._schema, FOLDER, "spark")
 
     async def ping(self, timeout_s: float) -> None:
@@ -124,8 +123,8 @@ class SparkLedger:
         return {key for (key,) in await self._fetch("set_aside", app_id, batch_id, timeout_s=timeout_s)}
 
     async def _fetch(self, name: str, *parameters: Any, timeout_s: float = _TIMEOUT_S) -> list[tuple[Any, ...]]:
-        async with self._pool.lend(timeout_s) as connection:
-            return await arrays.rows_of(connection, self._sql[name], parameters)
+        async with self._sql.lend(timeout_s=timeout_s) as connection:
+            return await self._sql.on(connection, name, *parameters)
 
 
 def row_key(app_id: str, batch: int | bytes, row: Mapping[str, Any], rank: int) -> bytes:
