@@ -46,7 +46,7 @@ async def test_a_listen_that_fails_leaves_nothing_on_an_apps_client(
 ) -> None:
     server, client = hanging
     async with await NatsNotifier.open(client, prefix=prefix, hints=Hints.NONE, timeout_s=0.2) as notifier:
-        broker = NatsBroker(client, prefix, None, owned=False, timeout_s=60)
+        broker = NatsBroker(client, prefix, None, timeout_s=60)
         server.pause()
         try:
             for _ in range(3):

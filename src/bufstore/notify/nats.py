@@ -38,13 +38,11 @@ _NO_LIMIT: Any = {"pending_msgs_limit": 0, "pending_bytes_limit": 0}
 class NatsBroker(Broker):
     """See `bufstore.notify.broker.Broker`."""
 
-    def __init__(
-        self, link: Connection | Client, prefix: str, hints: HintStore | None, *, owned: bool, timeout_s: float
-    ) -> None:
+    def __init__(self, link: Connection | Client, prefix: str, hints: HintStore | None, *, timeout_s: float) -> None:
+        """`link`: a connection of our own, or the app's client."""
         self._link = link
         self._prefix = prefix
         self._hints = hints
-        self._owned = owned
         self._timeout_s = timeout_s
         self._wanted: dict[Event, Callable[[str], None]] = {}
         self._subscriptions: dict[Event, Any] = {}
@@ -128,7 +126,7 @@ class NatsBroker(Broker):
 
     async def aclose(self) -> None:
         await self._end_watch()
-        if self._owned and isinstance(self._link, Connection):
+        if isinstance(self._link, Connection):
             await self._link.aclose()
 
     async def _subscribe(self, client: Client, event: Event, deliver: Callable[[str], None]) -> Any:
@@ -220,9 +218,7 @@ class NatsNotifier(Notifier):
             api = config.api
             link = Connection(config, "bufstore-notify")
         store = None if hints is Hints.NONE else HintStore(prefix, hints, api, timeout_s)
-        notifier = cls(
-            NatsBroker(link, prefix, store, owned=link is not nats, timeout_s=timeout_s), store, timeout_s=timeout_s
-        )
+        notifier = cls(NatsBroker(link, prefix, store, timeout_s=timeout_s), store, timeout_s=timeout_s)
         if isinstance(link, Connection):
             await link.open()
         return notifier
