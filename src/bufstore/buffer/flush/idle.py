@@ -44,9 +44,7 @@ class IdleCursors:
         return self._loop.time() >= self._due_at
 
     async def advance(self) -> None:
-        """Move the idle cursors, if it is time. Call this once all that arrived is collected, not during a flush."""
-        if not self.due:
-            return
+        """Move the idle cursors. Call this when it is `due`, all that arrived is collected, and no flush runs."""
         self._due_at = self._loop.time() + self._interval
         await self._acknowledge_again()
         moved = [(owned, cursor) for owned in self._owned.values() if (cursor := idle_cursor(owned)) is not None]
@@ -57,7 +55,7 @@ class IdleCursors:
             await self._ledger.flush(
                 [owned.cursor for owned, _ in moved],
                 [],
-                lambda _: Decision(batch=[], watermarks={}, parked=[], cursors=cursors),
+                lambda _: Decision(cursors=cursors),
             )
             reach(Failpoint.IDLE_MOVED)
             for owned, cursor in moved:
