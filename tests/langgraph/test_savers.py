@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
+import secrets
 import threading
 from collections.abc import AsyncIterator
 from datetime import timedelta
@@ -214,6 +215,37 @@ async def test_what_a_row_cannot_hold_is_refused_at_once(saver: AsyncBufferedSav
     if value != "\ud800":
         at = await _put(saver, config(thread_id), {"a": [value]})
         assert str((await saver.aget_tuple(at)).checkpoint["channel_values"]) == str({"a": [value]})  # type: ignore[union-attr]
+
+
+async def test_ids_and_names_in_any_script_fit_into_a_key_up_to_its_limit(saver: AsyncBufferedSaver) -> None:
+    """What is not ASCII is looked at part by part: what is refused there, or not, must be what Postgres refuses."""
+    thread_id, channel, task_id = f"{fresh()} łódź 🧵", "ключ", "задача ✓"
+    at = await _put(saver, config(thread_id, ns="graph:子|ß"), {channel: ["ü"], "inline": "ö"})
+    await saver.aput_writes(at, [(channel, "ä")], task_id, "~путь")
+    # Of letters and digits in an order in which nothing recurs, so that Postgres cannot make the key smaller.
+    longest = secrets.token_urlsafe(3000)
+    at_limit = await _put(saver, config(thread_id, ns=f"é{longest[:2000]}"), {})
+    taken = sum(len(str(part).encode()) for part in at_limit["configurable"].values())
+    await saver.aput_writes(at_limit, [("a", [1])], longest[-(2600 - taken) :])
+    with pytest.raises(InvalidId, match="has 2601 bytes"):
+        await saver.aput_writes(at_limit, [("a", [1])], longest[-(2601 - taken) :])
+    await saver.force_flush(thread_id)
+    found, full = await saver.aget_tuple(at), await saver.aget_tuple(at_limit)
+    assert found is not None
+    assert full is not None
+    assert found.checkpoint["channel_values"] == {channel: ["ü"], "inline": "ö"}
+    assert found.pending_writes == [(task_id, channel, "ä")]
+    assert full.pending_writes == [(longest[-(2600 - taken) :], "a", [1])]
+
+
+async def test_a_filter_finds_metadata_that_contain_it_as_a_jsonb_does(saver: AsyncBufferedSaver) -> None:
+    thread_id = fresh()
+    await saver.aput(config(thread_id), checkpoint({}, {}), {**META, "tags": ["a", "b", {"k": [1, 2]}]}, {})  # type: ignore[typeddict-unknown-key]
+    found: list[Any] = [["b"], [], ["b", "a", "b"], [{"k": [2]}], [{}], [{"k": []}, "a"]]
+    missed: list[Any] = [["c"], ["a", "c"], "a", [["a"]], [{"k": 1}], [{"l": [1]}], {}, None]
+    assert [t for t in found + missed if [_ async for _ in saver.alist(None, filter={"tags": t})]] == found
+    steps = [1.0, True, "1", [1], [[]]]
+    assert [s for s in steps if [_ async for _ in saver.alist(config(thread_id), filter={"step": s})]] == [1.0]
 
 
 @pytest.mark.parametrize("wrong", ["a\0b", "\ud800", 5], ids=["NUL", "surrogate", "no str"])

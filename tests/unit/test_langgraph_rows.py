@@ -23,7 +23,7 @@ from bufstore.langgraph.model import (
     Writes,
     orphaned,
 )
-from bufstore.langgraph.payload import decode_payload, encode_payload, holds_nul
+from bufstore.langgraph.payload import decode_payload, encode_payload, holds_nul, saves_of
 
 _ns = st.sampled_from(["", "child:1"])
 _id = st.sampled_from("abcd")
@@ -132,3 +132,16 @@ def test_rows_count_about_as_many_bytes_as_they_take() -> None:
     finally:
         tracemalloc.stop()
     assert took / 2 < sum(each.size for each in tables) < took * 2
+
+
+def test_a_payload_says_whether_it_saves_a_checkpoint_of_a_run() -> None:
+    """What is parked of a run keeps its thread from being deleted with the run, also what was copied to the thread."""
+    ours, another, unnamed, wrong = (
+        CheckpointRow("", id_, None, b"{}", metadata)
+        for id_, metadata in zip("abcd", [b'{"run_id":"r"}', b'{"run_id":"s"}', b"{}", b'{"run_id":5}'], strict=True)
+    )
+    saving: list[Operation] = [Put(ours), Rows([another, ours]), Rows([wrong, unnamed, ours])]
+    others: list[Operation] = [Put(another), Put(unnamed), Put(wrong), Rows([another]), Writes([]), Drop([]), Delete()]
+    payloads = [encode_payload(operation) for operation in saving + others]
+    assert [saves_of(payload, {"r"}) for payload in payloads] == [True] * len(saving) + [False] * len(others)
+    assert not saves_of(payloads[0][:-1], {"r"}), "one that cannot be decoded"
