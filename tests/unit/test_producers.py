@@ -27,6 +27,7 @@ def after(writes: list[tuple[str, int]]) -> bytes:
 def test_a_number_is_a_repeat_if_one_as_high_was_written(writes: list[tuple[str, int]], name: str, number: int) -> None:
     highest = max((n for s, n in writes if s == name), default=-1)
     assert producers.holds(after(writes), producers.item(name, number)) == (number <= highest)
+    assert producers.highest(after(writes), name) == max(highest, 0)
 
 
 @given(older=WRITES, newer=WRITES)
