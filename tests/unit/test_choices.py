@@ -9,14 +9,17 @@ from typing import Any, cast
 import pytest
 
 from bufstore import (
+    BufferConfig,
     BufferedThreadStore,
     ConfigError,
     Consistency,
     InvalidId,
     InvalidQuery,
+    LogConfig,
     MemoryThreadStore,
     MessageQuery,
     RunQuery,
+    repair,
 )
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
 from bufstore.mailbox import MemoryMailboxStore
@@ -87,6 +90,29 @@ def test_who_opens_something_hears_that_a_level_is_none() -> None:
             await NatsNotifier.open("nats://127.0.0.1:1", hints=cast(Any, "none"))
 
     asyncio.run(main())
+
+
+def test_a_saver_and_a_store_refuse_what_names_the_wrong_thing() -> None:
+    async def main() -> None:
+        archived = BufferConfig(log=LogConfig(archive=True))
+        with pytest.raises(ConfigError, match="nothing can archive a saver's log"):
+            await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats(), config=archived)
+        saver = await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats())
+        with pytest.raises(ValueError, match="unknown strategy 'keep_all'"):
+            await saver.aprune(["t"], strategy="keep_all")
+        with pytest.raises(InvalidId, match="writes need the id of a checkpoint"):
+            await saver.aput_writes({"configurable": {"thread_id": "t", "checkpoint_ns": ""}}, [("a", 1)], "task")
+        assert await saver.aget_tuple({"configurable": {"thread_id": "t"}}) is None
+        await saver.aclose()
+        async with await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats()) as store:
+            receipt = await store.append_messages("t", [{"id": "1"}])
+            with pytest.raises(ConfigError, match="the receipt is of thread 't', not 'u'"):
+                await store.load_messages("u", at_least=receipt)
+        for lane in (-1, 1):
+            with pytest.raises(ConfigError, match=f"there is no lane {lane}: LogConfig.lanes is 1"):
+                await repair(MemoryThreadStore(), nats=MemoryNats(), lane=lane)
+
+    run(main())
 
 
 @pytest.mark.parametrize("policy", [p.value for p in Policy])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bufstore import BufferConfig, ConfigError, InvalidId, LogConfig, NatsConfig, PostgresThreadStore
-from bufstore.config import as_nats_config, split_url
+from bufstore.config import LANES_MAX, as_nats_config, split_url
 from bufstore.jetstream.connection import Connection
 from bufstore.mailbox import MailboxConfig, NatsMailboxNames
 from bufstore.spark.config import Deployment, SinkConfig
@@ -42,6 +42,52 @@ def test_a_number_that_must_be_whole_is(kind: type[Any], needed: dict[str, Any],
             kind(**needed | {name: wrong})
     kind(**needed | {name: default})
     assert BufferConfig(lease_s=4.5).lease_s == 4.5, "a time may be any"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "taken", "refused"),
+    [
+        (LogConfig, "partitions", [1, 256], [0, 257]),
+        (LogConfig, "lanes", [1, LANES_MAX], [0, LANES_MAX + 1]),
+        (LogConfig, "lane", [0], [-1, 1]),
+        (LogConfig, "replicas", [1, 5], [0, 6]),
+        (LogConfig, "max_bytes", [1 << 20], [(1 << 20) - 1]),
+        (LogConfig, "max_entry_bytes", [1 << 10, 512 << 20], [(1 << 10) - 1, (512 << 20) + 1]),
+        (BufferConfig, "lease_s", [3, 8], [2.9, 8.1]),
+        (BufferConfig, "outage_reserve", [0.01, 0.99], [0, 1]),
+        (BufferConfig, "retain_after_flush_s", [60], [59.9]),
+        (MailboxConfig, "lease_s", [0.001], [0.0009]),
+        (MailboxConfig, "payload_max", [1, 512 << 10], [0, (512 << 10) + 1]),
+        (MailboxConfig, "sweep_limit", [1, (1 << 31) - 1], [0, 1 << 31]),
+        (NatsMailboxNames, "replicas", [1, 5], [0, 6]),
+        (NatsMailboxNames, "max_bytes", [-1, 1], [-2, 0]),
+        (NatsMailboxNames, "signals_pending_max", [1], [0]),
+        (TokensConfig, "replicas", [1, 5], [0, 6]),
+        (TokensConfig, "ttl_s", [1, 24 * 3600], [0, 24 * 3600 + 1]),
+        (TokensConfig, "waiting_max", [1, 1_000_000], [0, 1_000_001]),
+    ],
+)
+def test_a_number_has_its_bounds(kind: type[Any], name: str, taken: list[float], refused: list[float]) -> None:
+    for value in taken:
+        assert getattr(kind(**{name: value}), name) == value
+    for value in refused:
+        with pytest.raises(ConfigError, match=name):
+            kind(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"servers": []}, "servers is empty"),
+        ({"token": "t", "user": "u", "password": "p"}, "choose only one of user, token"),
+        ({"user": "u"}, "user and password go together"),
+        ({"domain": "a b"}, "domain must be subject tokens"),
+        ({"api_prefix": "a.*"}, "api_prefix must be subject tokens"),
+    ],
+)
+def test_settings_of_nats_that_cannot_work_are_refused(wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        NatsConfig(**wrong)
 
 
 @pytest.mark.parametrize(
