@@ -17,7 +17,7 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.groups import tail
 from bufstore.buffer.ports.log import Floor
-from bufstore.config import LogConfig
+from bufstore.config import LogConfig, large_bytes_max
 from bufstore.errors import (
     AlreadyExists,
     BufstoreError,
@@ -104,6 +104,29 @@ def test_a_large_entry_that_is_the_last_of_the_log_is_followed() -> None:
         world.log.expire_below(world.log.last_seq)
         assert (await one.append(["b"])).version == 3
         assert await world.messages() == ["a", "x" * 10_000, "b"]
+
+    test(main, server=GroupServer(message_bytes_max=4096))
+
+
+def test_a_large_entry_for_which_there_is_no_room_leaves_no_part_behind() -> None:
+    """Its parts would count for nothing, and take from all others the room that is left until they are purged."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        fill = world.log.fill
+
+        async def nearly_full() -> tuple[int, int]:
+            limit = (await fill())[1]
+            return large_bytes_max(limit) - 30_000, limit
+
+        world.log.fill = nearly_full  # type: ignore[method-assign]
+        with pytest.raises(LogFull, match="no room for a large entry"):
+            await one.append(["x" * 30_000])
+        assert not [m for m in world.log.stream.messages if m.subject == SUBJECTS.parts]
+        await one.append(["b"])
+        world.log.fill = fill  # type: ignore[method-assign]
+        await one.append(["x" * 30_000])
+        assert await world.messages() == ["a", "b", "x" * 30_000]
 
     test(main, server=GroupServer(message_bytes_max=4096))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -59,6 +60,27 @@ def test_what_was_written_leaves_the_log_and_others_stay() -> None:
         assert await store.load_messages(gone, consistency=Consistency.STRONG) == ["new"]
 
     alone(main)
+
+
+def test_erasures_at_once_name_all_that_they_remove() -> None:
+    """Readers take a hole that no message names for a loss. Each message also names the highest of those before it."""
+
+    async def main() -> None:
+        nats, inner, gone = MemoryNats(), MemoryThreadStore(), [fresh() for _ in range(6)]
+        log = LogConfig(failover_window_s=20.0)
+        async with instance(nats, inner, log=log) as one, instance(nats, inner, log=log) as two:
+            for thread_id in gone:
+                await one.checkpoint(thread_id, ["secret"], run_of(thread_id))
+            stream = nats.streams[log.stream]
+            written = {m.seq for m in stream.messages}
+            await asyncio.gather(*(store.erase(t) for t, store in zip(gone, [one, two] * 3, strict=True)))
+            numbers = [set(map(int, m.body.split(b","))) for m in stream.messages if ".erased." in m.subject]
+            holes = written - {m.seq for m in stream.messages}
+            assert len(holes) == len(written)
+            assert holes <= set().union(*numbers)
+            assert all(max(before) in after for before, after in pairwise(numbers))
+
+    run(main())
 
 
 def test_a_try_that_failed_half_way_leaves_no_content_of_descendants_to_the_next_one() -> None:
