@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+from langgraph.checkpoint.serde.types import _DeltaSnapshot
 
 from bufstore import BufferConfig, ConfigError, Consistency, InvalidId, InvalidRecord, ThreadQuarantined
 from bufstore.buffer.operate.replay import Outcome
@@ -236,6 +237,21 @@ async def test_ids_and_names_in_any_script_fit_into_a_key_up_to_its_limit(saver:
     assert found.checkpoint["channel_values"] == {channel: ["ü"], "inline": "ö"}
     assert found.pending_writes == [(task_id, channel, "ä")]
     assert full.pending_writes == [(longest[-(2600 - taken) :], "a", [1])]
+
+
+async def test_a_snapshot_of_a_delta_channel_is_told_from_a_value_that_is_true(place: Place) -> None:
+    """By the rows alone: metadata say it only since LangGraph counts. What builds on a snapshot keeps its history."""
+    async with place.saver() as saver:
+        delta, plain, gone = (fresh() for _ in range(3))
+        for thread_id, values in ((delta, {"d": _DeltaSnapshot([1]), "b": True}), (plain, {"b": True, "c": [True]})):
+            await _put(saver, config(thread_id), values)
+        await saver.aput(config(gone), checkpoint({"d": "1"}, {"d": _DeltaSnapshot([1])}), META, {})  # without a blob
+        outlines = {}
+        for thread_id in (delta, plain, gone):
+            await saver.force_flush(thread_id)
+            (outlines[thread_id],) = await saver.engine.of(thread_id)._store.outlines(thread_id)
+        assert [outlines[t].delta for t in (delta, plain, gone)] == [True, False, False]
+        assert {channel for _, channel, _ in outlines[delta].blobs} == {"d", "b"}
 
 
 async def test_a_filter_finds_metadata_that_contain_it_as_a_jsonb_does(saver: AsyncBufferedSaver) -> None:

@@ -325,6 +325,29 @@ def test_poison_that_came_behind_a_deletion_leaves_the_log_too() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("deleted", [False, True])
+def test_poison_that_was_discarded_leaves_the_log_too(deleted: bool) -> None:
+    """There is no thread to delete, and no entry in quarantine either: only the log still has what was written."""
+
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), Picky(), fresh()
+        async with instance(nats, inner) as store:
+            if deleted:
+                await store.checkpoint(thread_id, ["good"], run_of(thread_id))
+                await store.delete_thread(thread_id)
+            await store.checkpoint(thread_id, ["poison"], run_of(thread_id, 1))
+            await asyncio.sleep(120)
+            (parked,) = await store.quarantine.page()
+            assert await store.quarantine.discard([parked.seq]) == 1
+            erasure = await store.erase(thread_id)
+            assert (erasure.written_again, erasure.quarantined, erasure.log_messages > 0) == ((), 0, True)
+            assert not any(b"poison" in body for body in await content_of(store, thread_id))
+            await store.checkpoint(thread_id, ["new"], run_of(thread_id, 2))
+            assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == ["new"]
+
+    run(main())
+
+
 def test_descendants_are_erased_with_their_ancestor() -> None:
     async def main(store: BufferedThreadStore) -> None:
         parent, child, grandchild = fresh("parent"), fresh("child"), fresh("grandchild")
