@@ -993,6 +993,26 @@ def test_the_token_of_an_unknown_outcome_makes_a_retry_safe(fault: str) -> None:
     test(main)
 
 
+def test_a_key_whose_entry_was_stored_is_refused_with_other_content() -> None:
+    """Also when the thread's ring has lost the key, so that the entry itself tells what was written under it."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.append(["a"], key="first")  # from here on it knows the thread's keys
+        world.log.fault = lambda kind: "stored" if kind != "read" else "unavailable"
+        with pytest.raises(OutcomeUnknown):
+            await one.append(["b"], key="k", run_id="r")
+        world.log.fault = lambda kind: ""
+        other = Instance(world)
+        for n in range(40):
+            await other.append([n])
+        with pytest.raises(IdempotencyConflict):
+            await one.append(["c"], key="k", run_id="r")
+        assert (await one.append(["b"], key="k", run_id="r")).repeated
+        assert await world.messages() == ["a", "b", *range(40)]
+
+    test(main)
+
+
 @pytest.mark.parametrize("fault", ["stored", "lost", "late"])
 def test_a_token_is_good_for_as_long_as_the_log_holds_the_entry_however_much_others_write(fault: str) -> None:
     """A thread's ring knows its last 16 keys, but the process that sent the write knows where to look."""
