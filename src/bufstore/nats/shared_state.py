@@ -161,11 +161,8 @@ class NatsSharedState:
                 with contextlib.suppress(LogUnavailable, AppendUnknown):
                     return await claimed()
                 # Claiming twice equals claiming once, so retry whatever the outcome was.
-                async for attempt in AsyncRetrying(
-                    wait=_PAUSE, retry=retry_if_exception_type((LogUnavailable, AppendUnknown))
-                ):
-                    with attempt:
-                        return await claimed()
+                retrying = AsyncRetrying(wait=_PAUSE, retry=retry_if_exception_type((LogUnavailable, AppendUnknown)))
+                return await retrying(claimed)
         except TimeoutError:
             # On replicas, so it is while a leader is elected; nodes whose disks are full answer no read either.
             # Without a connection each try ends at once, and says nothing of the bucket.

@@ -77,14 +77,11 @@ class HintStore:
         if self._kind is Hints.COUNTERS:
             ack = await js.publish(self._subject(hint), headers={"Nats-Incr": f"-{wanted}"}, timeout=self._timeout_s)
             return granted(int(str(ack.val)), wanted)
-        async for attempt in AsyncRetrying(
-            # Without a limit: the caller ends it when its time is over.
+        # Without a limit: the caller ends it when its time is over.
+        return await AsyncRetrying(
             wait=wait_random_exponential(multiplier=0.001, max=0.05),
             retry=retry_if_exception_type(nats.js.errors.KeyWrongLastSequenceError),
-        ):
-            with attempt:
-                return await self._compare_and_take(hint_key(self._prefix, hint, "_"), wanted)
-        raise AssertionError("unreachable")
+        )(self._compare_and_take, hint_key(self._prefix, hint, "_"), wanted)
 
     async def _compare_and_take(self, key: str, wanted: int) -> int:
         try:

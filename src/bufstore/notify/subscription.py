@@ -91,11 +91,9 @@ class HealingBroker(Broker):
                 with contextlib.suppress(Exception):
                     await source.aclose()
             await asyncio.sleep(pause_s)
-            async for attempt in AsyncRetrying(
+            source = await AsyncRetrying(
                 wait=wait_random_exponential(multiplier=0.05, max=2), retry=retry_if_exception_type(Exception)
-            ):
-                with attempt:
-                    source = await self._attach()
+            )(self._attach)
             _log.log(
                 logging.INFO if news else logging.DEBUG, "%s: reconnected", self._name, extra={"action": "notify_back"}
             )

@@ -129,12 +129,10 @@ class Register:
 
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
-                async for attempt in AsyncRetrying(
+                return await AsyncRetrying(
                     wait=wait_random_exponential(multiplier=0.02, max=0.5),
                     retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
-                ):
-                    with attempt:
-                        return await once()
+                )(once)
         raise LogUnavailable(f"{subject} may or may not have been written: no answer in time")
 
 

@@ -218,16 +218,14 @@ class Flusher:
     async def _flush_windows(self, stopping: asyncio.Event) -> None:
         pause = wait_random_exponential(multiplier=0.05, max=_BACKOFF_MAX_S)
         while True:
-            async for attempt in AsyncRetrying(
+            await AsyncRetrying(
                 wait=pause,
                 retry=retry_if_exception_type(Later),
                 stop=stop_when_event_set(stopping),  # type: ignore[arg-type]
                 sleep=self._pause,
                 before_sleep=self._count_retry,
                 retry_error_callback=lambda _: None,
-            ):
-                with attempt:
-                    await self._window()
+            )(self._window)
             if stopping.is_set():
                 return
 

@@ -194,14 +194,12 @@ async def _patiently(
 ) -> list[int]:
     """Make what is lacking, and wait for others' locks; return the versions that were applied."""
     try:
-        async for attempt in AsyncRetrying(
+        return await AsyncRetrying(
             retry=retry_if_exception_type(psycopg.errors.LockNotAvailable),
             wait=wait_random(_LOCK_PAUSE_S, 2 * _LOCK_PAUSE_S),
             stop=stop_after_delay(_LOCKS_S),
             reraise=True,
-        ):
-            with attempt:
-                return await _at_once(connection, schema, part, texts, migrating=bool(lacking.versions))
+        )(_at_once, connection, schema, part, texts, migrating=bool(lacking.versions))
     except psycopg.errors.LockNotAvailable as e:
         raise StoreUnavailable(
             f"the {part} tables in schema {schema!r} could not be migrated: another session holds a lock on them "
@@ -209,7 +207,6 @@ async def _patiently(
         ) from e
     except psycopg.errors.InsufficientPrivilege as e:
         raise _refused(schema, part, lacking, e.diag.message_primary, way_out) from e
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _refused(schema: str, part: str, lacking: _Lacking, why: str | None, way_out: str | None) -> BufstoreError:
