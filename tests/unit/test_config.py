@@ -13,6 +13,7 @@ import pytest
 
 from bufstore import BufferConfig, ConfigError, InvalidId, LogConfig, NatsConfig, PostgresThreadStore
 from bufstore.config import LANES_MAX, as_nats_config, split_url
+from bufstore.jetstream.buckets import placed, storage
 from bufstore.jetstream.connection import Connection
 from bufstore.mailbox import MailboxConfig, NatsMailboxNames
 from bufstore.spark.config import Deployment, SinkConfig
@@ -142,6 +143,16 @@ def test_a_store_whose_schema_or_pool_size_is_of_a_wrong_type_is_refused() -> No
 @pytest.mark.parametrize("kind", [LogConfig, NatsMailboxNames])
 def test_one_tag_is_a_tag(kind: type[Any]) -> None:
     assert kind(placement_tags="ssd").placement_tags == ("ssd",)
+
+
+@pytest.mark.parametrize("tags", [(), ("ssd", "eu")])
+@pytest.mark.parametrize("cluster", [None, "east"])
+def test_where_a_stream_is_kept_is_read_back(tags: tuple[str, ...], cluster: str | None) -> None:
+    """The command line and jobs open a log with what the server says: with less they would find that it drifted."""
+    config = LogConfig(replicas=3, placement_tags=tags, placement_cluster=cluster)
+    assert LogConfig(**placed(storage(config))) == config
+    wanted = {name: value for name, value in (("cluster", cluster), ("tags", [*tags])) if value}
+    assert storage(config).get("placement", {}) == wanted
 
 
 def test_a_buckets_keys_go_beside_the_api_of_a_domain() -> None:

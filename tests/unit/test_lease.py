@@ -88,6 +88,22 @@ def test_while_nobody_can_renew_his_lease_all_flush_on(monkeypatch: pytest.Monke
     world(main, monkeypatch)
 
 
+def test_a_record_that_never_expires_keeps_no_partition_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was killed may have lost when a dead flusher's record expires."""
+
+    async def main(at: World) -> None:
+        await Away(at._bucket).renew_member("dead", 1 << 30)
+        one, shared = await at.join("a")
+        await asyncio.sleep(2)
+        assert set(one.cursors()) < EVERYTHING, "it may be alive"
+        await asyncio.sleep(3)
+        assert set(one.cursors()) == EVERYTHING
+        await asyncio.sleep(10)
+        assert list(await shared.members()) == ["a"]
+
+    world(main, monkeypatch)
+
+
 def test_who_cannot_read_the_others_records_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(it: World) -> None:
         made, shared = await it.join("a")
