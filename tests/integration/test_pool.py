@@ -226,6 +226,31 @@ async def test_who_waits_for_a_silent_postgres_is_told_so() -> None:
             await pool.close()
 
 
+async def test_who_waits_behind_others_hears_of_an_outage_in_its_own_time_and_of_no_queue(servers: Servers) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for conninfo, away in (
+        (make_conninfo(host="127.0.0.1", port=port, user="u", dbname="d"), True),
+        (servers.postgres.dsn, False),
+    ):
+        async with contextlib.AsyncExitStack() as stack:
+            pool = await open_pool(conninfo, size=1)
+            stack.push_async_callback(pool.close)
+            if away:
+                patient = asyncio.ensure_future(backend(pool, 60))  # it has the only place, and rides out the outage
+                stack.callback(patient.cancel)
+                await asyncio.sleep(0)
+                with pytest.raises(StoreUnavailable, match="refused"):
+                    async with asyncio.timeout(10), pool.lend(60, 0.2):
+                        pass
+                assert not patient.done()
+            else:
+                async with pool.lend(60):
+                    second = asyncio.ensure_future(stack.enter_async_context(pool.lend(60, 0.01)))
+                    assert not (await asyncio.wait([second], timeout=0.1))[0]
+                await second
+
+
 async def test_a_connection_that_broke_is_not_handed_on(pool: Pool, servers: Servers) -> None:
     async with contextlib.AsyncExitStack() as stack:
         held = [await stack.enter_async_context(pool.lend(5)) for _ in range(3)]
