@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from bufstore.buffer.flush.flusher import Flusher
 from bufstore.buffer.flush.membership import owners
 from bufstore.buffer.parts import AnyParts
-from bufstore.errors import BufstoreError, FlushTimeout
+from bufstore.errors import BufstoreError, Closed, FlushTimeout
 from bufstore.tasks import set_within, spawn
 
 _ASK_INTERVAL_S = 0.25
@@ -41,7 +41,7 @@ class FlushWaiter:
             moved.set()
 
     async def thread(self, thread_id: str, target: int, timeout_s: float) -> None:
-        """Return once the thread is flushed up to `target`. Raises FlushTimeout after `timeout_s`."""
+        """Return once the thread is flushed up to `target`. Raises FlushTimeout after `timeout_s`, and Closed."""
         partition = self._subjects.partition(thread_id)
 
         async def look() -> dict[int, int]:
@@ -51,7 +51,7 @@ class FlushWaiter:
         await self._wait({partition: target}, look, thread_id, timeout_s, look_first=False)
 
     async def partitions(self, targets: Mapping[int, int], timeout_s: float) -> None:
-        """Return once each partition is flushed up to its target. Raises FlushTimeout after `timeout_s`.
+        """Return once each partition is flushed up to its target. Raises FlushTimeout after `timeout_s`, and Closed.
 
         The cursors are not enough: they have passed the entries that wait.
         """
@@ -87,6 +87,8 @@ class FlushWaiter:
                                 return
                             # A report beyond what Postgres has is of a commit that no longer exists.
                             self._progress.update({p: found.get(p, 0) for p in left})
+                        except Closed:
+                            raise
                         except BufstoreError as e:
                             failed = str(e)
                     look_first = True
@@ -136,6 +138,8 @@ class FlushWaiter:
                 continue
             try:
                 await self._shared.call_owner(partition)
+            except Closed:
+                raise
             except BufstoreError as e:
                 return str(e)
         return ""
