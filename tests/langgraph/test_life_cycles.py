@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 import pytest
+from langgraph.checkpoint.serde.encrypted import EncryptedSerializer
 
+from bufstore import BufferConfig
 from bufstore.embedded import Servers
 from bufstore.errors import Closed
-from helpers import fresh
+from bufstore.langgraph import BufferedSaver
+from helpers import fresh, query
 from langgraph_savers import META, Place, checkpoint, config
 
 
@@ -41,3 +45,38 @@ async def test_who_waits_for_a_flush_hears_of_the_close(place: Place, monkeypatc
             for call in calls:
                 with pytest.raises(Closed):
                     await call
+
+
+class Reversed:
+    """What encrypts: in this test, it writes bytes in reverse."""
+
+    def encrypt(self, plaintext: bytes) -> tuple[str, bytes]:
+        return "reversed", plaintext[::-1]
+
+    def decrypt(self, ciphername: str, ciphertext: bytes) -> bytes:
+        return ciphertext[::-1]
+
+
+class Encrypting(BufferedSaver):
+    """A subclass that brings its serializer along."""
+
+    serde = EncryptedSerializer(Reversed())
+
+
+@pytest.mark.parametrize("how", ["set", "set on a copy", "subclass"])
+def test_the_serializer_that_a_blocking_saver_has_is_the_one_that_works(place: Place, how: str) -> None:
+    kind = Encrypting if how == "subclass" else BufferedSaver
+    opened = saver = kind.open(place.store(), nats=place.nats, config=BufferConfig.fitting(place.log))
+    try:
+        if how != "subclass":
+            saver = copy.copy(opened) if how == "set on a copy" else opened
+            saver.serde = EncryptedSerializer(Reversed())
+        at = saver.put(config(fresh()), checkpoint({"a": "1"}, {"a": ["secret"]}), META, {"a": "1"})
+        found = saver.get_tuple(at)
+        assert found is not None
+        assert found.checkpoint["channel_values"] == {"a": ["secret"]}
+        assert isinstance(opened.serde, EncryptedSerializer) is (how != "set on a copy")
+    finally:
+        opened.close()
+    ((stored,),) = asyncio.run(query(place.dsn, f"SELECT type FROM {place.schema}.checkpoint_blobs"))
+    assert stored.endswith("+reversed")

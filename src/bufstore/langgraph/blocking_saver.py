@@ -82,8 +82,18 @@ class BufferedSaver(BaseCheckpointSaver[str]):
         self, open_saver: Callable[[], Awaitable[AsyncBufferedSaver]], *, call_timeout_s: float = 60.0
     ) -> None:
         self._thread = _SaverThread(open_saver, call_timeout_s=call_timeout_s)
-        self._inner = self._thread.saver
-        super().__init__(serde=self._inner.serde)
+        self._with_serde = saver = self._thread.saver
+        # Where nobody has chosen a serializer for it, a subclass may have one of its own.
+        super().__init__(serde=saver.serde if saver.serde is not BaseCheckpointSaver.serde else None)
+
+    @property
+    def _inner(self) -> AsyncBufferedSaver:
+        """The saver that does the work, with the serializer that this one has now: `serde` may be set at any time."""
+        saver = self._with_serde
+        if saver.serde is not self.serde:
+            self._with_serde = saver = copy.copy(saver)  # the other one may be at work, or a clone's
+            saver.serde = self.serde
+        return saver
 
     @classmethod
     def open(
@@ -175,7 +185,7 @@ class BufferedSaver(BaseCheckpointSaver[str]):
             return self
         assert isinstance(inner, AsyncBufferedSaver)
         clone = copy.copy(self)
-        clone._inner, clone.serde = inner, inner.serde
+        clone._with_serde, clone.serde = inner, inner.serde
         return clone
 
     # --- the same for code with an event loop of its own ------------------------------------------------------
