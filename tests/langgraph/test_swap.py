@@ -14,7 +14,7 @@ from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
 from langgraph.types import Command
 from psycopg.conninfo import make_conninfo
 
-from bufstore import BufferConfig, ConfigDrift, ConfigError, LogRolledBack, StoreMisconfigured
+from bufstore import BufferConfig, ConfigDrift, ConfigError, Consistency, LogRolledBack, StoreMisconfigured
 from bufstore.buffer.lanes import lane_of
 from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver, PostgresCheckpointStore
@@ -67,6 +67,25 @@ async def test_a_graph_interrupted_there_is_resumed_here_and_the_other_way_round
     async with place.saver() as ours:
         assert (await _approve(ours, first))["approved"] == "yes"
         assert (await _say(ours, second))["turns"] == 2
+
+
+async def test_threads_go_to_and_fro_while_a_deployment_rolls(place: Place) -> None:
+    async with (
+        place.plain() as plain,
+        place.saver(consistency=Consistency.STRONG) as one,
+        place.saver(consistency=Consistency.STRONG) as other,
+    ):
+        workers, thread_id = (plain, one, other), fresh()
+        for turn, (said, approved) in enumerate(itertools.permutations(workers, 2), 1):
+            for saver, call in ((said, _say), (approved, _approve)):
+                state = await call(saver, thread_id)
+                assert state["turns"] == turn
+                if isinstance(saver, AsyncBufferedSaver):
+                    await saver.force_flush(thread_id)
+                for each in workers:
+                    shown = await each.aget_tuple(config(thread_id))
+                    assert shown is not None
+                    assert shown.checkpoint["channel_values"]["turns"] == turn
 
 
 async def test_a_thread_that_a_member_of_an_enum_names_is_the_one_that_the_other_has_written(place: Place) -> None:
