@@ -13,7 +13,7 @@ from bufstore import BufferConfig
 from bufstore.embedded import Servers
 from bufstore.errors import Closed
 from bufstore.langgraph import BufferedSaver
-from helpers import fresh, query
+from helpers import elsewhere, fresh, query
 from langgraph_savers import META, Place, checkpoint, config
 
 
@@ -80,3 +80,17 @@ def test_the_serializer_that_a_blocking_saver_has_is_the_one_that_works(place: P
         opened.close()
     ((stored,),) = asyncio.run(query(place.dsn, f"SELECT type FROM {place.schema}.checkpoint_blobs"))
     assert stored.endswith("+reversed")
+
+
+async def test_while_writes_wait_for_the_log_a_call_on_another_loop_holds_up_nobody(place: Place) -> None:
+    async with place.saver() as saver:
+
+        async def put() -> None:
+            await saver.aput(config(fresh()), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+
+        (lane,) = saver.engine.all
+        waits = lane.backlog.enter(lane.backlog.bytes_max)
+        await elsewhere(put)
+        lane.backlog.leave(waits)
+        async with asyncio.timeout(5):
+            await put()

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 
 from bufstore.errors import Closed, LogUnavailable
+from bufstore.home import Home
 
 #: How many bytes a write costs besides its payload.
 _EACH_BYTES = 4096
@@ -23,7 +24,7 @@ class Backlog:
         self._waiting: deque[asyncio.Future[None]] = deque()
         #: Whether a write that waited has been told to go on and has not said yet how large it is.
         self._one_goes_on = False
-        self._closed = False
+        self._closed, self._home = False, Home()
 
     @property
     def full(self) -> bool:
@@ -35,6 +36,7 @@ class Backlog:
 
         Raises LogUnavailable (nothing was stored) when there is no room in time, and Closed.
         """
+        self._home.check()  # on another loop it would not hear of its turn, and hold up those behind it
         if self._closed:
             raise Closed("the saver is closed")
         loop = asyncio.get_running_loop()
