@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -24,8 +26,23 @@ from bufstore.langgraph import AsyncBufferedSaver
 from bufstore.nats.ranges import LogReader
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark import ArchiveOvertaken, DataLoss, archive, compact, drain, expire, restore, tabulate
-from bufstore.spark.log_archive import archive_job, archived_entries, into_log, portions, restore_job, small_ranges
-from bufstore.spark.log_archive.manifests import _LISTING_TASKS, Manifest, check_ranges, manifests_of, texts_of
+from bufstore.spark.log_archive import (
+    archive_job,
+    archived_entries,
+    into_log,
+    manifests,
+    portions,
+    restore_job,
+    small_ranges,
+)
+from bufstore.spark.log_archive.manifests import (
+    _LISTING_TASKS,
+    Manifest,
+    check_ranges,
+    manifests_of,
+    texts_of,
+    write_text,
+)
 from bufstore.spark.source.threadlog_format import ThreadLogSource
 from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.repairing import repair
@@ -216,6 +233,33 @@ async def test_folders_are_listed_by_as_many_tasks_as_there_are_cores(spark: Any
     assert sorted(texts) == [str(n) for n in range(folders)]
     assert tasks <= spark.sparkContext.defaultParallelism
     assert spark.conf.get(_LISTING_TASKS) == before[1]
+
+
+async def test_manifests_that_expire_while_they_are_read_hinder_nobody_and_hide_no_damage(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: an archive, say, ended with an error of Spark's beside an `expire`."""
+    listing, going = manifests.listing, list[str]()
+
+    @contextmanager
+    def then_one_goes(spark: Any) -> Iterator[None]:
+        with listing(spark):
+            yield
+        if going:
+            shutil.rmtree(tmp_path / going.pop())
+
+    def texts(*expiring: str) -> list[str]:
+        for name in expiring:
+            write_text(spark, str(tmp_path / name), name)
+        going.extend(expiring)
+        return texts_of(spark, str(tmp_path))
+
+    monkeypatch.setattr(manifests, "listing", then_one_goes)
+    write_text(spark, str(tmp_path / "stays"), "stays")
+    assert await asyncio.to_thread(texts, "one", "another") == ["stays"]
+    next((tmp_path / "stays").glob("part-*")).write_text("other")  # which its checksum shows
+    with pytest.raises(Exception, match="Checksum"):
+        await asyncio.to_thread(texts, "one", "another")
 
 
 @pytest.mark.long  # several archives and restores

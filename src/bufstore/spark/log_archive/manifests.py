@@ -39,6 +39,8 @@ _HASHED = ("position", "subject", "header", "body")
 _PATTERN = re.compile(r"[\[\]{}*?\\]")
 _LISTING_TASKS = "spark.sql.sources.parallelPartitionDiscovery.parallelism"
 _listing_at_a_time = threading.Lock()
+#: How often a folder is listed at most until all that was listed can be read. `expire` may remove a file each time.
+_LISTINGS = 1000
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,22 +221,36 @@ def write_text(spark: SparkSession, path: str, line: str) -> None:
 
 
 def texts_of(spark: SparkSession, folder: str) -> list[str]:
-    """Return the lines of all files below a folder; none when the folder does not exist.
+    """Return the lines of all files in the folders of a folder; none when the folder does not exist.
 
-    Raises ConfigError for a folder that Spark would read as a pattern for others, but write to as it is.
+    Passes over what somebody removes meanwhile, and over nothing else: when a file that was listed cannot be read, and
+    one has gone, all that is left is read again. Raises ConfigError for a folder that Spark would read as a pattern
+    for others, but write to as it is.
     """
     from pyspark.errors import AnalysisException
 
     if found := _PATTERN.search(folder):
         raise ConfigError(f"an archive's path cannot have {found[0]!r}, which Spark takes for a pattern: {folder!r}")
-    try:
+
+    def listed() -> DataFrame:
         with listing(spark):
-            lines = spark.read.option("recursiveFileLookup", "true").text(folder)
-        return [line for (line,) in lines.collect()]
+            # Of folders that a pattern names, Spark passes over those that go; else it needs them all to be listed.
+            return spark.read.option("recursiveFileLookup", "true").text(f"{folder}/[!._]*")
+
+    try:
+        lines = listed()
+        for tries_left in reversed(range(_LISTINGS)):
+            files = set(lines.inputFiles())
+            try:
+                return [line for (line,) in lines.collect()]
+            except Exception:
+                lines = listed()
+                if not tries_left or files <= set(lines.inputFiles()):
+                    raise
     except AnalysisException as e:
-        if e.getCondition() == "PATH_NOT_FOUND":
-            return []
-        raise
+        if e.getCondition() != "PATH_NOT_FOUND":
+            raise
+    return []
 
 
 @contextmanager
