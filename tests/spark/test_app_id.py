@@ -10,9 +10,10 @@ import pytest
 from bufstore import ConfigError
 from bufstore.spark import SinkConfig
 from bufstore.spark.sink import app_id
-from bufstore.spark.sink.app_id import AppId
+from bufstore.spark.sink.app_id import AppId, check_rows
+from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.row_writer import RowCounts
-from bufstore.spark.sink.spark_ledger import Query
+from bufstore.spark.sink.spark_ledger import Holder, Query
 from helpers import fresh
 
 
@@ -58,6 +59,23 @@ async def test_a_batch_that_ends_is_noted_though_its_beginning_was_not(config: S
     assert (done.batch_id, done.planned, done.done, done.settled) == (5, 1, True, None)
     with pytest.raises(ConfigError, match="has written batch 5"):
         await begin(config, "run 4", 3)
+
+
+async def test_who_has_put_back_an_older_checkpoint_folder_is_not_told_to_choose_another_app_id(
+    config: SinkConfig,
+) -> None:
+    """Regression: it was the advice, with which the batches in between were written twice, or refused once more."""
+    old, new = replace(config, app_id=fresh("old")), replace(config, app_id=fresh("new"))
+    await begin(old, "run 1", 5)
+    for one in old, new:
+        with pytest.raises(ConfigError, match=r"older than that.*Continue with the newest folder"):
+            await begin(one, "run 2", 3)
+    for done in True, False:
+        part = Holder("query", 5, planned=1 if done else None, done=done, parts=[Part(0, 1, 1)])
+        for holder, says in ((part, "with a new checkpoint folder"), (part._replace(query_id=""), "of its own")):
+            with pytest.raises(ConfigError, match=says) as refused:
+                check_rows(holder, "old", {0: 2}, 1)
+            assert ("give it an app id" in str(refused.value)) == (not holder.query_id)
 
 
 async def test_what_is_noted_late_takes_nothing_from_a_later_batch_or_another_query(config: SinkConfig) -> None:

@@ -29,10 +29,15 @@ _TRY_S = 5.0
 _SHORT_S = 2.0
 #: The same, when Postgres did not answer when the batch began.
 _AWAY_S = 0.5
+_ANEW = (
+    "If this is impossible, begin anew: with a new checkpoint folder, an app id of its own, and behind what is written."
+)
 
 
 def check_holder(holder: Holder, app_id: str, query: Query, batch_id: int) -> None:
     """Raise ConfigError, with both ways out, when another query has the app id, or a later batch was begun."""
+    if query.query_id and holder.query_id == query.query_id and batch_id < holder.batch_id:
+        raise _older(app_id, holder.batch_id, batch_id)
     if holder.query_id != query.query_id or batch_id < holder.batch_id:
         raise ConfigError(
             f"app id {app_id!r} has written batch {holder.batch_id} of query "
@@ -42,21 +47,30 @@ def check_holder(holder: Holder, app_id: str, query: Query, batch_id: int) -> No
         )
 
 
+def _older(app_id: str, at: int, batch_id: int) -> ConfigError:
+    return ConfigError(
+        f"app id {app_id!r} has written batch {at} of this query, and this is batch {batch_id}: the query's checkpoint "
+        "folder is older than that, as after a backup was put back, or another query runs on a copy of it. Rows would "
+        f"be taken for repeats, or be written twice under another app id. Continue with the newest folder. {_ANEW}"
+    )
+
+
 def check_rows(holder: Holder, app_id: str, present: Mapping[int, int], of: int) -> None:
     """Raise ConfigError when the batch came before with other rows. `present`: the sums of its `of` parts now."""
     if holder.planned in (None, sum_of(present.values())) and not differ(holder.parts, present, of):
         return
+    # A query that Spark names has its old checkpoint folder, and so no other app id helps it: see `AppId.begin`.
+    way_out = _ANEW if holder.query_id else "If the query has a new checkpoint folder, give it an app id of its own."
     if holder.done:
         raise ConfigError(
             f"batch {holder.batch_id} of app id {app_id!r} was done before with other rows: its new rows would be "
-            "taken for repeats. Either the source cannot be replayed (cache or copy it), or a query with a new "
-            "checkpoint folder has the app id of an old one: give it its own app id."
+            "taken for repeats. Either the source cannot be replayed (cache or copy it), or the checkpoint folder is "
+            f"not the one with which the batch was done (go on with that one). {way_out}"
         )
     raise ConfigError(
         f"batch {holder.batch_id} of app id {app_id!r} was begun before with other rows and not finished, so some of "
         "those may be written, and new rows would be taken for repeats of them. Give the batch its earlier rows (if "
-        "bad rows ended it, it will end once more, and then accept corrected rows). If the source cannot be replayed, "
-        "or the query has a new checkpoint folder, give the query an app id of its own instead."
+        f"bad rows ended it, it will end once more, and then accept corrected rows). {way_out}"
     )
 
 
@@ -150,6 +164,8 @@ class AppId:
         return self._holder if batch_id == self._holder.batch_id else Holder(query.query_id, batch_id)
 
     def _renamed(self, other: str, at: int, batch_id: int) -> ConfigError:
+        if at > batch_id:
+            return _older(other, at, batch_id)
         return ConfigError(
             f"this query has written batch {at} under the app id {other!r}, and batch {batch_id} is not finished for "
             f"Spark: under the app id {self._config.app_id!r} its rows would be written again. Let the query finish "
