@@ -149,8 +149,10 @@ async def test_a_log_that_lost_what_only_an_archive_has(deployment: Deployment, 
     assert await mend(deployment) == Repaired(reason=None)
 
 
-async def test_a_repair_says_what_no_archive_has(deploy: Callable[..., Deployment]) -> None:
-    deployment = deploy(archive=True)
+@pytest.mark.parametrize("needed", [True, False])
+async def test_a_repair_says_what_no_archive_has(deploy: Callable[..., Deployment], needed: bool) -> None:
+    """Regression: it did not where a log was archived that need not be (`LogConfig.archive`)."""
+    deployment = deploy(archive=needed)
     async with deployment.store() as store:
         await append(store, "t", 1, 2)
         await store.force_flush("t")

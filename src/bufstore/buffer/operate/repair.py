@@ -142,10 +142,10 @@ class Repair:
         )
 
     async def _unarchived_from(self) -> int | None:
-        if not self._log.windows.archives:
-            return None
         (first, end), archived = await self._log.bounds(), await self._ledger.archived()
-        return max(first, archived) if archived <= end else None
+        # A log that need not be archived (`LogConfig.archive`) may be all the same.
+        is_archived = self._log.windows.archives or archived
+        return max(first, archived) if is_archived and archived <= end else None
 
     # --- what the log still has -------------------------------------------------------------------------------
 
