@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from bufstore.buffer.places import group_of, number_of
+from bufstore.buffer.places import first_place, group_of, number_of
 from bufstore.errors import ConfigError, DataLoss
 
 #: How many bytes one task reads, unless the number of tasks is given: they take it some seconds.
@@ -81,7 +81,10 @@ def check(start: Offset, created: str, end: int) -> None:
             "unread entries may be gone with the old one"
         )
     if start.position > end:
-        raise DataLoss(f"the log ends before message {end}, but the reader was at {start.position}: the log went back")
+        raise DataLoss(
+            f"the log ends before message {end}, but the reader was at {start.position}, which is position "
+            f"{first_place(start.position)} of entries: the log went back, or startingPosition is one that it never had"
+        )
 
 
 def parts_of(size: int, *, exactly: int | None, at_least: int) -> int:
