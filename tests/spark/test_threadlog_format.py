@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from bufstore.spark.progress import ProgressListener, QueryProgress
 from bufstore.spark.source.threadlog_format import ThreadLogSource
 from conftest import Deployment
 from helpers import fresh
-from spark.jobs import delete, ended, prepared, purge, read_options, rows_of, write_together
+from spark.jobs import delete, ended, prepared, purge, read_options, rows_of, uncommit, write_together
 
 
 async def written(deployment: Deployment, threads: list[str], steps: range) -> None:
@@ -181,6 +182,29 @@ async def test_a_stream_goes_on_where_it_stopped(spark: Any, either: Deployment,
     await ended(query(spark, either, tmp_path, startingPosition="earliest", maxBytesPerTrigger=300))
     rows = await collected(spark.read.parquet(str(tmp_path / "out")))
     assert steps_of(rows) == {t: list(range(12)) for t in threads}
+
+
+async def test_a_first_batch_that_comes_again_is_the_same_wherever_the_query_would_begin_by_then(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    """Regression: Spark does not note where a query began, so what was purged, or is before another start, was lost."""
+    deployment.verified = False
+    thread = fresh()
+    await written(deployment, [thread], range(3))
+    await ended(query(spark, deployment, tmp_path, startingPosition="earliest"))
+
+    def forget_the_first_batch() -> None:
+        """As if the driver had been killed before Spark noted the batch."""
+        shutil.rmtree(tmp_path / "out")
+        uncommit(tmp_path / "ck", 0)
+
+    forget_the_first_batch()
+    await ended(query(spark, deployment, tmp_path, startingPosition="latest"))
+    assert steps_of(await collected(spark.read.parquet(str(tmp_path / "out")))) == {thread: [0, 1, 2]}
+    forget_the_first_batch()
+    await purge(deployment, 3)
+    with pytest.raises(Exception, match="the log begins at message 3, but the reader has only reached 1"):
+        await ended(query(spark, deployment, tmp_path, startingPosition="earliest"))
 
 
 @pytest.mark.long

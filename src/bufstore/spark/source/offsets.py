@@ -26,11 +26,15 @@ class Offset(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     #: The position of the first entry that is read of the first group; 0: all of its entries are read.
     since: int = 0
+    #: The end of a query's first micro-batch: where that begins. Spark does not note it, but asks anew where the query
+    #: begins when that batch comes again. None: any other offset, and those of earlier releases.
+    began: Offset | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the offset as Spark wants it, which compares offsets by their text."""
         found: dict[str, Any] = {"created": self.created, "position": self.position}
-        return found | ({"since": self.since} if self.since else {})
+        found |= {"since": self.since} if self.since else {}
+        return found | ({"began": self.began.as_dict()} if self.began is not None else {})
 
 
 def offset_of(found: Mapping[str, Any]) -> Offset:

@@ -117,6 +117,8 @@ class _Batch(_Reads, DataSourceReader):
 class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
     #: Whether the query has availableNow, and the log to whose end it reads then.
     _ends = False
+    #: Where the query begins, if it has no micro-batch yet.
+    _initial: Offset | None = None
     _target: LogState | None = None
     #: The sequence up to which micro-batches were planned.
     _reached = 0
@@ -131,7 +133,8 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         async def found() -> Offset:
             return await self._start(await self._look(), "latest")
 
-        return self._patiently(found).as_dict()
+        self._initial = self._patiently(found)
+        return self._initial.as_dict()
 
     def prepareForTriggerAvailableNow(self) -> None:
         self._ends = True
@@ -177,7 +180,8 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._reached = end
         if end == begin and log.created == before.created:
             return start
-        return Offset(created=log.created, position=end).as_dict()
+        began = before if before == self._initial else None
+        return Offset(created=log.created, position=end, began=began).as_dict()
 
     async def _waits(self, log: LogState, start: Offset, begin: int, end: int) -> bool:
         """Return whether the micro-batch still waits for rows."""
@@ -211,7 +215,8 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         async def found() -> list[InputPartition]:
-            before, until = offset_of(start), offset_of(end)
+            until = offset_of(end)
+            before = until.began or offset_of(start)
             log = await self._look(until)
             if until.created == log.created:
                 return await _planned(self.options, log, before, until.position)
