@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from bufstore import ConfigError, NatsConfig, StoreMisconfigured, TlsFiles
+from bufstore.cli.running import Failure, reporting_errors
 from bufstore.spark import Deployment as Where
-from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java, java, session
+from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java, java, session, tabulate
+from bufstore.spark.log_archive.manifests import write_text
 from bufstore.spark.process_loop import loop as process_loop
 from bufstore.spark.sink.open_sink import open_sink
 from conftest import Deployment
@@ -111,3 +114,14 @@ async def test_no_secret_in_plans_and_errors(spark: Any, deployment: Deployment,
     with pytest.raises(StoreMisconfigured, match="password authentication failed") as refused:
         await asyncio.to_thread(checkpoint_sink(away), rows, 0)
     assert "hush" not in str(refused.value)
+
+
+def test_an_error_of_java_is_told_with_its_cause(spark: Any, tmp_path: Path) -> None:
+    """Regression: `bufstore spark archive s3a://…` only said that an error occurred while calling o42.text."""
+    (tmp_path / "file").touch()
+    for job, path, cause in (
+        (tabulate, "s3a://bucket/archive", "S3AFileSystem not found"),
+        (partial(write_text, line=""), f"{tmp_path}/file/manifest", "not a directory"),
+    ):
+        with pytest.raises(Failure, match=f"^Py4JJavaError: .*{cause}"):
+            reporting_errors(job)(spark, path)

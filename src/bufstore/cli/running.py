@@ -17,7 +17,7 @@ import msgspec
 from bufstore.errors import BufstoreError
 from bufstore.log_lines import LogLines
 from bufstore.printable import printable
-from bufstore.spark.worker_errors import told_in
+from bufstore.spark.worker_errors import cause_in, told_in
 
 T = TypeVar("T")
 
@@ -151,14 +151,15 @@ def reporting_errors(command: Callable[..., T]) -> Callable[..., T]:
             if error is None:
                 raise
             _log.debug("the command failed", exc_info=e)
-            raise Failure(_one_line(error), type(error).__name__) from None
+            raise Failure(printable(_first_line(error)), type(error).__name__) from None
         except Exception as e:
             if not isinstance(e, OSError) and type(e).__module__.partition(".")[0] not in _SPARK:
                 raise
             _log.debug("the command failed", exc_info=e)
             if (told := told_in(e)) is not None:
                 raise Failure(printable(told.text), told.name) from None
-            raise Failure(f"{type(e).__name__}: {_one_line(e)}", type(e).__name__) from None
+            said = printable(cause_in(e) or _first_line(e))
+            raise Failure(f"{type(e).__name__}: {said}", type(e).__name__) from None
 
     return wrapped
 
@@ -174,9 +175,9 @@ def _ours(error: BaseException) -> BufstoreError | None:
     return None
 
 
-def _one_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     # Further lines hold details (the end of a server's log, say); -vv shows them.
-    return printable((str(error) or type(error).__name__).splitlines()[0])
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def configure_logs(verbose: int) -> None:

@@ -1,4 +1,4 @@
-"""Errors of ours from Spark's Python processes: Spark passes on their text alone, in the middle of its own."""
+"""Errors from Spark's processes: PySpark passes on the text of ours alone, and all of a Java error, amid its own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from bufstore.errors import LogFull, LogUnavailable, StoreUnavailable
 
 #: What a task raises when its servers take nothing.
 _OF_SERVERS = {kind.__name__: kind for kind in (LogFull, LogUnavailable, StoreUnavailable)}
+#: The first line of a Java error that PySpark found no class for, and of each that caused it.
+_JAVAS = re.compile(r"^(?:Caused by)?: (\S[^\r\n]*)", re.MULTILINE)
 _OURS = re.compile(r"\bbufstore\.errors\.(\w+): ([^\r\n]*)")
 
 
@@ -25,6 +27,12 @@ def told_in(error: BaseException) -> Told | None:
     """Return the last error of ours that the text of this one tells of; None if it tells of none."""
     found = _OURS.findall(str(error))
     return Told(*found[-1]) if found else None
+
+
+def cause_in(error: BaseException) -> str | None:
+    """Return what the Java error says that caused this one; None if its text tells of none."""
+    found: list[str] = _JAVAS.findall(str(error))
+    return found[-1] if found else None
 
 
 @contextmanager
