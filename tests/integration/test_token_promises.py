@@ -97,6 +97,27 @@ async def test_an_item_that_nobody_was_told_of_is_found(opened: Open) -> None:
     assert await nothing_left(other)
 
 
+async def test_items_that_wait_long_for_busy_workers_are_not_taken_for_overlooked(opened: Open) -> None:
+    """Regression: what had waited for longer than `ttl_s` was reported as work that nobody had been told of."""
+    work, worked = await opened(ttl_s=1), list[str]()
+    for key in ("a", "a", "b", "c"):
+        await work.submit(key)
+    first = await took(work)
+    await first.done()  # the turn of the key's other item is behind "c"
+
+    async def is_old() -> bool:
+        (seen,) = await work._register.seen({"last_by_subj": work._subject("a")})
+        return seen.age_s > 2  # twice `ttl_s`: what was stored before it is older still
+
+    await eventually(is_old)
+    for _ in range(3):
+        async with await took(work) as task:
+            worked.append(task.key)
+            await task.done()
+    assert worked == ["b", "c", "a"]
+    assert (await work.statistics()).found == 0
+
+
 async def test_a_turn_that_could_not_be_removed_goes_later(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     work = await opened(ttl_s=4)
     await work.submit("a")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import secrets
 from collections.abc import Awaitable, Callable
@@ -35,7 +36,7 @@ from bufstore.errors import (
 from bufstore.holding import while_held
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import ensure_stream
-from bufstore.jetstream.errors import MessageMissing, SubjectFull
+from bufstore.jetstream.errors import ConsumerMissing, MessageMissing, SubjectFull
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.pulls import Delivery
 from bufstore.jetstream.shared_consumer import SharedConsumer, consumer_config
@@ -301,16 +302,20 @@ class ExclusiveWork(Keyed):
         """Look at some of the oldest items, others each time, and take one that nobody works on.
 
         Its delivery was lost, or its holder's: a consumer was made anew, messages were removed by hand, or a leader
-        that the others had left answered. An item counts only after it and its key's record have stood for `ttl_s`.
+        that the others had left answered. An item counts only after it and its key's record have stood for `ttl_s`, and
+        not while it, or its key's turn, is still to be delivered, however long that takes.
         """
         c = self._config
         if model.is_young(await self._items.info(), c.ttl_s):
             return None
-        page = await self._walk.next(_LOOKED_AT)
+        page, told = await asyncio.gather(self._walk.next(_LOOKED_AT), self._told())
         firsts = {message.subject.rpartition(".")[2]: message.seq for message in reversed(page)}
         seen = await self._register.seen(*({"last_by_subj": self._prefix + name} for name in firsts))
         for (name, item), (_, record, age_s) in zip(firsts.items(), seen, strict=True):
-            if age_s < record.lease_s + c.ttl_s or (await self._stored.seen({"seq": item}))[0].age_s < c.ttl_s:
+            if item > told or age_s < record.lease_s + c.ttl_s:
+                continue
+            stored, turn = await self._stored.seen({"seq": item}, {"last_by_subj": f"{c.name}.turn.{name}"})
+            if turn.seq > told or stored.age_s < c.ttl_s:
                 continue
             with contextlib.suppress(MalformedEntry):
                 if (task := await self._begin(untoken(name), name, None)) is not None:
@@ -321,6 +326,14 @@ class ExclusiveWork(Keyed):
                     )
                     return task
         return None
+
+    async def _told(self) -> float:
+        """Return the sequence up to which workers were told of items; any, if somebody asks and is told of none."""
+        try:
+            consumer = await self._consumer.info()
+        except ConsumerMissing:
+            return math.inf
+        return math.inf if consumer["num_waiting"] else consumer["delivered"]["stream_seq"]
 
     # Running.
 
