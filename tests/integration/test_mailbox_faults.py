@@ -7,6 +7,7 @@ import json
 import random
 import signal
 import sys
+import time
 from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -586,3 +587,28 @@ async def test_a_sweeper_goes_on_after_an_outage(kind: str, own_servers: Servers
             return sweeper.trouble is None
 
         await eventually(well, 30)
+
+
+@pytest.mark.parametrize("kind", ["nats", "postgres"])
+async def test_a_process_that_stands_still_as_it_asks_for_the_time_makes_no_expired_claims(
+    kind: str, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: its clock was behind by as long, and others took back at once what it claimed."""
+    async with Mailboxes(kind, servers).open() as (blocked, other):
+        backend = blocked.backend
+        owner, name = (backend._bucket.stream, "info") if isinstance(backend, NatsBackend) else (backend, "_run")
+        ask = getattr(owner, name)
+
+        async def read_late(*arguments: Any) -> Any:
+            answer = await ask(*arguments)
+            time.sleep(1.0)  # noqa: ASYNC251 - as an app's code does, or a debugger
+            return answer
+
+        with monkeypatch.context() as standing_still:
+            standing_still.setattr(owner, name, read_late)
+            await backend.sweeps(60)
+        await blocked.enqueue("t")
+        claim = await blocked.claim("t", "w", lease_s=30)
+        assert claim is not None
+        assert claim.claimed_at_ms is not None
+        assert other.backend.now_ms() - claim.claimed_at_ms < 500

@@ -60,6 +60,14 @@ def is_stale(d: Dispatch, thread: MailboxThread) -> bool:
     return d.epoch < thread.epoch
 
 
+def clock_ahead(known: float, theirs: float, asked_at: float, answered_at: float) -> float:
+    """Return by how much their clock is ahead of ours, close to what is `known` of that: they said `theirs` in between.
+
+    Who stood still before the answer was read would find its clock behind by as long, and its claims expired.
+    """
+    return min(max(known, theirs - answered_at), theirs - asked_at)
+
+
 def is_expired(thread: MailboxThread, now_ms: int) -> bool:
     """True when the claim's lease is over; the lease still holds in its last millisecond."""
     active = thread.active

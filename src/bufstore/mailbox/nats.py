@@ -16,6 +16,7 @@ from itertools import islice
 from msgspec.structs import replace
 
 from bufstore.config import NatsConfig, ToNats, as_nats_config, check_name
+from bufstore.elapsed import since_start_s
 from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.jetstream.buckets import bucket, placed
 from bufstore.jetstream.connection import Connection
@@ -87,10 +88,11 @@ class NatsBackend(NatsSweeps, Backend):
     async def _prepare(self) -> None:
         made = {"bufstore.consumer": self._names.consumer, "bufstore.live": self._names.live_subject}
         wanted = bucket(self._names.bucket, self._names, self._names.max_bytes)
+        asked_at = since_start_s()
         info = await ensure_stream(self._stream, wanted, "NatsMailboxNames", made)
         edit = f"nats stream edit {self._keys.stream}, for all instances"
         check(f"bucket {self._names.bucket}", made, info["config"].get("metadata") or {}, "NatsMailboxNames", edit)
-        self._bucket.set_clock(info)
+        self._bucket.set_clock(info, asked_at)
         if not self._found:
             await self._signals.setup()
 

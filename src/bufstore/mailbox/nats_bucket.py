@@ -25,7 +25,7 @@ from bufstore.jetstream.messages import AppendUnknown, BatchRefused, Conflict, O
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import untoken
 from bufstore.log_lines import LogLines
-from bufstore.mailbox.decisions import is_stale
+from bufstore.mailbox.decisions import clock_ahead, is_stale
 from bufstore.mailbox.model import Dispatch, MailboxThread
 from bufstore.mailbox.nats_keys import Keys
 from bufstore.tasks import together
@@ -72,9 +72,9 @@ class Bucket(FreshReads):
         """Return the time by the server's clock, as near as is known."""
         return round(1000 * (since_start_s() + self._offset_s))
 
-    def set_clock(self, info: dict[str, Any]) -> None:
-        """Set the clock by `info`, which the server has just sent about the stream."""
-        self._offset_s = seconds(info["ts"]) - since_start_s()
+    def set_clock(self, info: dict[str, Any], asked_at: float) -> None:
+        """Set the clock by `info`, for which the server was asked at `asked_at` (`since_start_s`)."""
+        self._offset_s = clock_ahead(self._offset_s, seconds(info["ts"]), asked_at, since_start_s())
 
     async def put(self, messages: Sequence[Outgoing], room: int = 0, *, patient: bool = True) -> int:
         """Write all or none, as neighbours; return the last sequence. `patient`: try for a while in a full bucket.

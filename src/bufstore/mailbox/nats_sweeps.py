@@ -55,7 +55,8 @@ class NatsSweeps:
 
     async def sweeps(self, interval_s: float) -> bool:
         # An instance without the turn sets its clock, too.
-        self._bucket.set_clock(await self._bucket.stream.info())
+        asked_at = elapsed.since_start_s()
+        self._bucket.set_clock(await self._bucket.stream.info(), asked_at)
         turn = Outgoing(self._keys.prefix + "sweep", b"-", expected=0, ttl_s=max(1, int(interval_s / 2)))
         if await self._bucket.put_each([turn]) and not await self._take_over(turn, interval_s):
             return False

@@ -24,7 +24,7 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.log_lines import LogLines
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import MailboxGauges
-from bufstore.mailbox.decisions import Claiming, Step, claimed
+from bufstore.mailbox.decisions import Claiming, Step, claimed, clock_ahead
 from bufstore.mailbox.model import Dispatch, MailboxThread, Status, numbered
 from bufstore.mailbox.ports import Backend, InSteps, KeyTaken, Signal
 from bufstore.mailbox.store import MailboxStore
@@ -81,7 +81,7 @@ class PostgresBackend(Backend):
         self._telling: asyncio.Task[None] | None = None
         self._untold = 0
         #: The server's clock minus ours, in milliseconds. No step of the wall clock moves ours.
-        self._offset_ms = 0
+        self._offset_ms = 0.0
         self._open = False
         self._takes = Takes()
         #: How many calls wait for signals.
@@ -115,11 +115,13 @@ class PostgresBackend(Backend):
             await self._pool.close()
 
     async def _set_clock(self) -> None:
-        self._offset_ms = (await self._run("clock"))[0][0] - round(1000 * since_start_s())
+        asked_at = 1000 * since_start_s()
+        theirs = (await self._run("clock"))[0][0]
+        self._offset_ms = clock_ahead(self._offset_ms, theirs, asked_at, 1000 * since_start_s())
 
     def now_ms(self) -> int:
         # No step of the wall clock moves this one, and it goes on while the machine is suspended.
-        return round(1000 * since_start_s()) + self._offset_ms
+        return round(1000 * since_start_s() + self._offset_ms)
 
     @asynccontextmanager
     async def _lent(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
