@@ -19,6 +19,7 @@ from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.places import group_of
 from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed, NotOwner
 from bufstore.jetstream.errors import ConsumerMissing
+from bufstore.jetstream.questions import Questions
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.testing.applying import change
 from bufstore.threads.lineage import new_parent
@@ -229,3 +230,22 @@ async def test_an_owner_that_stops_inside_its_transaction_is_not_overtaken(deplo
         assert (new.term, new.seq, new.id) == (old.term + 1, 5, 5)
         assert (await _flush(two.second, new, thread_id, 6))[thread_id].flushed_seq == 5
         assert await two.plain.load_messages(thread_id) == [5, 6]
+
+
+async def test_a_write_whose_answer_came_while_the_loop_was_busy_is_stored(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: its time was over before the answer was read, and the caller was told that nobody knows."""
+    loop, ask = asyncio.get_running_loop(), Questions.ask
+
+    def ask_and_compute(questions: Questions, subjects: Sequence[str], *more: Any) -> str:
+        if subjects[0].startswith(deployment.name):
+            loop.call_soon(time.sleep, 1.2)
+        return ask(questions, subjects, *more)
+
+    async with deployment.store(append_timeout_s=1.0) as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        with monkeypatch.context() as busy:
+            busy.setattr(Questions, "ask", ask_and_compute)
+            receipt = await store.checkpoint("t", [said(0), said(1)], run_of("t"))
+        assert not receipt.repeated
