@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from bufstore import ConfigError, elapsed
 from bufstore.embedded import NatsServer, Servers
 from bufstore.errors import LogUnavailable, TokenBusy, TokenLost
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.jetstream.questions import Questions
 from bufstore.tokens import Locks
 from bufstore.tokens.fence import Seen
 from helpers import cancel_as_anyio, eventually
@@ -305,3 +307,22 @@ async def test_locks_outlive_a_killed_server(tmp_path: Path) -> None:
             await (await others.acquire("a")).release()
     finally:
         server.stop()
+
+
+async def test_who_was_busy_while_its_answer_came_holds_the_lock(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: nobody held it then, and nobody could take it, until its time was over."""
+    loop, ask, name = asyncio.get_running_loop(), Questions.ask, f"t{secrets.token_hex(5)}"
+
+    def ask_and_compute(questions: Questions, subjects: Sequence[str], *more: Any) -> str:
+        if subjects[0].startswith(name):
+            loop.call_soon(time.sleep, 1.2)
+        return ask(questions, subjects, *more)
+
+    async with await Locks.open(servers.nats.url, name=name, timeout_s=1.0) as locks:
+        with monkeypatch.context() as busy:
+            busy.setattr(Questions, "ask", ask_and_compute)
+            lock = await locks.acquire("a", ttl_s=10)
+        lock.check()
+        await lock.release()

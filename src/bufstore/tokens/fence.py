@@ -14,7 +14,6 @@ import math
 import os
 import socket
 from collections.abc import Coroutine
-from contextlib import suppress
 from typing import Any, NamedTuple, Self, TypeVar
 
 from msgspec.structs import replace
@@ -33,7 +32,7 @@ from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
 from bufstore.log_lines import LogLines
 from bufstore.takes import Takes
-from bufstore.tasks import Closing
+from bufstore.tasks import Closing, end, ended_within, spawn
 from bufstore.tokens.model import Holder, Record, decode, encode
 from bufstore.types import check_id
 
@@ -127,12 +126,16 @@ class Register:
             self._reads.wrote([message], seq)
             return seq
 
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
-                return await AsyncRetrying(
-                    wait=wait_random_exponential(multiplier=0.02, max=0.5),
-                    retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
-                )(once)
+        again = AsyncRetrying(
+            wait=wait_random_exponential(multiplier=0.02, max=0.5),
+            retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
+        )
+        writing: asyncio.Task[int] = spawn(again(once))
+        try:
+            if await ended_within(writing, self._timeout_s):
+                return writing.result()
+        finally:
+            await end(writing)
         raise LogUnavailable(f"{subject} may or may not have been written: no answer in time")
 
 
