@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 #: How many turns of the loop it takes until an answer that arrived has been read, understood and told to a waiter.
 TURNS = 10
+#: The same for who waits for something that itself waits for an answer, and for what has arrived.
+BEHIND_TURNS = 3 * TURNS
 
 #: Tasks that go on even when their callers give up. They are kept here because asyncio itself keeps no task.
 _going_on: set[Task[Any]] = set()
@@ -149,17 +151,17 @@ def settle(answer: asyncio.Future[T], outcome: T | Exception) -> None:
         answer.set_result(outcome)
 
 
-async def what_came() -> None:
+async def what_came(turns: int = TURNS) -> None:
     """Have the loop handle what has arrived: after it stood still, a deadline is over before that is read."""
-    for _ in range(TURNS):
+    for _ in range(turns):
         await asyncio.sleep(0)
 
 
-async def ended_within(future: asyncio.Future[Any], seconds: float) -> bool:
+async def ended_within(future: asyncio.Future[Any], seconds: float, turns: int = TURNS) -> bool:
     """Wait for a future for so many seconds, and for `what_came`; return whether it has ended."""
     await asyncio.wait([future], timeout=seconds)
     if not future.done():
-        await what_came()
+        await what_came(turns)
     return future.done()
 
 

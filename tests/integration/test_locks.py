@@ -309,16 +309,20 @@ async def test_locks_outlive_a_killed_server(tmp_path: Path) -> None:
         server.stop()
 
 
+@pytest.mark.parametrize("turns", [0, 4])
 async def test_who_was_busy_while_its_answer_came_holds_the_lock(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
     """Regression: nobody held it then, and nobody could take it, until its time was over."""
     loop, ask, name = asyncio.get_running_loop(), Questions.ask, f"t{secrets.token_hex(5)}"
 
     def ask_and_compute(questions: Questions, subjects: Sequence[str], *more: Any) -> str:
         if subjects[0].startswith(name):
-            loop.call_soon(time.sleep, 1.2)
+            later(turns)
         return ask(questions, subjects, *more)
+
+    def later(left: int) -> None:
+        loop.call_soon(*((later, left - 1) if left else (time.sleep, 1.2)))
 
     async with await Locks.open(servers.nats.url, name=name, timeout_s=1.0) as locks:
         with monkeypatch.context() as busy:

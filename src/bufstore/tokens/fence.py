@@ -32,7 +32,7 @@ from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
 from bufstore.log_lines import LogLines
 from bufstore.takes import Takes
-from bufstore.tasks import Closing, end, ended_within, spawn
+from bufstore.tasks import BEHIND_TURNS, Closing, end, ended_within, spawn
 from bufstore.tokens.model import Holder, Record, decode, encode
 from bufstore.types import check_id
 
@@ -132,7 +132,7 @@ class Register:
         )
         writing: asyncio.Task[int] = spawn(again(once))
         try:
-            if await ended_within(writing, self._timeout_s):
+            if await ended_within(writing, self._timeout_s, BEHIND_TURNS):
                 return writing.result()
         finally:
             await end(writing)

@@ -9,7 +9,7 @@ from bufstore.buffer.append.lane import Write
 from bufstore.buffer.domain import M
 from bufstore.errors import Closed
 from bufstore.jetstream.messages import AppendUnknown
-from bufstore.tasks import TURNS, settle
+from bufstore.tasks import BEHIND_TURNS, settle
 
 
 class Outstanding(Generic[M]):
@@ -53,10 +53,10 @@ class Outstanding(Generic[M]):
             self._timer.cancel()
         self._timer, self._next = self._loop.call_at(deadline, self._expire), deadline
 
-    def _expire(self, turns: int = 2 * TURNS) -> None:
+    def _expire(self, turns: int = BEHIND_TURNS) -> None:
         """Fail the writes whose time is over, and schedule the next look."""
         self._timer = None
-        if turns:  # what has arrived is read first, and told through the group: the loop may have been busy
+        if turns:  # what has arrived is read first: the loop may have been busy
             self._timer = self._loop.call_soon(self._expire, turns - 1)
             return
         now = self._loop.time()
