@@ -325,7 +325,8 @@ class BufferConfig:
     #: as long again, and the check of its parent `read_timeout_s`. If a thread that is there gets the parent, both may
     #: take up to four times as long.
     append_timeout_s: float = 10.0
-    #: Developer: how long a read may try to reach its consistency level.
+    #: Developer: how long a read may try to reach its consistency level. Where the event loop stands still when a
+    #: call's time is over, because the app computes on it or the process was stopped, the call goes on, or begins anew.
     read_timeout_s: float = 10.0
     #: Developer: how long force_flush waits.
     flush_timeout_s: float = 30.0

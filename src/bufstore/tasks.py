@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from contextvars import Context
 from typing import Any, TypeVar
 
-from bufstore.errors import Closed, LogUnavailable, Unavailable
+from bufstore.errors import Closed, LogUnavailable, ReadNotFresh, Unavailable
 
 T = TypeVar("T")
 
@@ -17,6 +17,9 @@ T = TypeVar("T")
 TURNS = 10
 #: The same for who waits for something that itself waits for an answer, and for what has arrived.
 BEHIND_TURNS = 3 * TURNS
+
+#: A timer that is late by so many seconds shows that the loop stood still.
+LATE_S = 0.2
 
 #: Tasks that go on even when their callers give up. They are kept here because asyncio itself keeps no task.
 _going_on: set[Task[Any]] = set()
@@ -163,6 +166,30 @@ async def ended_within(future: asyncio.Future[Any], seconds: float, turns: int =
     if not future.done():
         await what_came(turns)
     return future.done()
+
+
+async def while_awake(call: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """Return what `call`, which takes so many seconds at most, returns. It may be repeated.
+
+    It is called again if it failed and the loop stood still when its time was over: an app that computes for long on
+    its loop, or a process that was stopped, has no outage. No step of a call is made meanwhile, whatever has arrived.
+    """
+    loop, late_s = asyncio.get_running_loop(), 0.0
+
+    def look(at: float) -> None:
+        nonlocal late_s
+        late_s = loop.time() - at
+
+    over_at = loop.time() + seconds
+    over = loop.call_at(over_at, look, over_at)
+    try:
+        return await call()
+    except (Unavailable, ReadNotFresh):
+        if late_s < LATE_S:
+            raise
+    finally:
+        over.cancel()
+    return await call()
 
 
 async def set_within(event: asyncio.Event, seconds: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -249,3 +249,25 @@ async def test_a_write_whose_answer_came_while_the_loop_was_busy_is_stored(
             busy.setattr(Questions, "ask", ask_and_compute)
             receipt = await store.checkpoint("t", [said(0), said(1)], run_of("t"))
         assert not receipt.repeated
+
+
+@pytest.mark.parametrize("call", ["read", "list", "run", "checkpoint", "append"])
+async def test_a_call_during_which_the_loop_stands_still_past_its_time_ends_well(
+    deployment: Deployment, call: str
+) -> None:
+    """Regression: an app that computed for long on its loop had its other calls fail, as if servers were away."""
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush_all()
+    async with deployment.store(append_timeout_s=1.0, read_timeout_s=1.0) as store:
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "read": lambda: store.load_messages("t"),
+            "list": store.query_threads,
+            "run": lambda: store.load_run("unknown"),
+            "checkpoint": lambda: store.checkpoint("t", [said(0), said(1)], run_of("t", 1)),
+            "append": lambda: store.append_messages("t", [said(1)]),
+        }
+        calling = asyncio.ensure_future(calls[call]())
+        await asyncio.sleep(0)
+        time.sleep(1.3)  # noqa: ASYNC251 - as an app's code does
+        await calling

@@ -24,6 +24,7 @@ from bufstore.errors import (
     StoreUnavailable,
     ThreadQuarantined,
 )
+from bufstore.tasks import while_awake
 from bufstore.threads.lanes import ThreadLanes
 from bufstore.threads.message_pages import LAST, check_range, message_page, of_list
 from bufstore.threads.protocol import Queryable, WrappableStore
@@ -169,7 +170,7 @@ class BufferedLists:
                 raise ReadNotFresh(f"the list could not be read as {level.value}: {e}") from e
             return await ask()
 
-        return await self._lanes.same_postgres.within(flushed)
+        return await while_awake(lambda: self._lanes.same_postgres.within(flushed), self._config.read_timeout_s)
 
     @property
     def _queryable(self) -> Queryable:

@@ -10,6 +10,7 @@ from bufstore.errors import AlreadyExists, FlushTimeout, LogUnavailable, ReadNot
 from bufstore.failpoints import Failpoint, reach
 from bufstore.home import Home
 from bufstore.newest import Newest
+from bufstore.tasks import while_awake
 from bufstore.threads.lanes import ThreadLanes
 from bufstore.threads.model import Run, decode_run
 from bufstore.threads.protocol import WrappableStore
@@ -43,7 +44,8 @@ class Runs:
             return
         self._home.check()
         reach(Failpoint.CLAIM_BEFORE)
-        owner = await self._lanes.of(run_id).shared.claim_run(run_id, thread_id, self._config.append_timeout_s)
+        shared, within_s = self._lanes.of(run_id).shared, self._config.append_timeout_s
+        owner = await while_awake(lambda: shared.claim_run(run_id, thread_id, within_s), within_s)
         reach(Failpoint.CLAIM_STORED)
         _check_owner(run_id, owner, thread_id)
         self._claimed[run_id] = thread_id
@@ -58,7 +60,7 @@ class Runs:
         """The run as it was last saved; None if there is none. Raises as `Reads.thread` does."""
         if level is Consistency.EVENTUAL:
             return await self._stored(run_id)
-        thread_id = await self._thread_of(run_id)
+        thread_id = await while_awake(lambda: self._thread_of(run_id), self._config.read_timeout_s)
         if thread_id is None:
             return None
         reads = self._lanes.of(thread_id).reads

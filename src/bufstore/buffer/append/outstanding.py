@@ -9,7 +9,10 @@ from bufstore.buffer.append.lane import Write
 from bufstore.buffer.domain import M
 from bufstore.errors import Closed
 from bufstore.jetstream.messages import AppendUnknown
-from bufstore.tasks import BEHIND_TURNS, settle
+from bufstore.tasks import BEHIND_TURNS, LATE_S, settle
+
+#: How much longer a write may take, in seconds, where the loop stood still when its time was over.
+_MORE_MAX_S = 10.0
 
 
 class Outstanding(Generic[M]):
@@ -56,10 +59,13 @@ class Outstanding(Generic[M]):
     def _expire(self, turns: int = BEHIND_TURNS) -> None:
         """Fail the writes whose time is over, and schedule the next look."""
         self._timer = None
-        if turns:  # what has arrived is read first: the loop may have been busy
+        now = self._loop.time()
+        if turns == BEHIND_TURNS and (late_s := now - self._next) >= LATE_S:
+            for write in self._writes:  # the loop stood still, and no write went on
+                write.deadline = max(write.deadline, now + min(late_s, _MORE_MAX_S))
+        elif turns:  # what has arrived is read first
             self._timer = self._loop.call_soon(self._expire, turns - 1)
             return
-        now = self._loop.time()
         next_ = None
         for write in self._writes:
             if write.done.done():

@@ -37,7 +37,7 @@ from bufstore.errors import (
 )
 from bufstore.home import Home
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
-from bufstore.tasks import end, spawn
+from bufstore.tasks import end, spawn, while_awake
 from bufstore.types import Consistency, Quarantined
 
 T = TypeVar("T")
@@ -134,6 +134,12 @@ class Reads(Generic[S]):
         Postgres could tell the state and does not answer, ThreadQuarantined.
         """
         self._home.check()
+        read = partial(self._thread, thread_id, level, at_least, quarantined, proven=proven)
+        return await while_awake(read, self._config.read_timeout_s)
+
+    async def _thread(
+        self, thread_id: str, level: Consistency, at_least: int, quarantined: Quarantined, *, proven: bool
+    ) -> S:
         needed = max(at_least, self._own_seq(thread_id)) if level is not Consistency.EVENTUAL else at_least
         deadline = asyncio.get_running_loop().time() + self._config.read_timeout_s
         bound = asyncio.timeout_at(deadline)
