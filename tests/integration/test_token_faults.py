@@ -19,7 +19,7 @@ import token_instances
 import token_sink
 from bufstore.embedded import NatsServer, Servers
 from bufstore.errors import LogUnavailable, SubmitUnknown, TokenLost
-from bufstore.tokens import ExclusiveWork, Policy, Task
+from bufstore.tokens import ExclusiveWork, Locks, Policy, Task
 from fault_proxy.proxy import FaultProxy
 from helpers import elsewhere, eventually, query
 from rights import guarded
@@ -253,3 +253,11 @@ async def test_holders_that_stall_at_random_never_pass_the_fence(opened: Open) -
         assert tokens == sorted(tokens)
         # No earlier item is written after a later one.
         assert [item for _, item in history] == sorted(item for _, item in history)
+
+
+async def test_who_misses_a_stream_says_which(servers: Servers, name: str) -> None:
+    """Regression: "stream not found", beside other streams, told nobody what was removed, or lost with its storage."""
+    async with await Locks.open(servers.nats.url, name=name) as locks:
+        await locks._stream.api(f"STREAM.DELETE.{name}-locks")
+        with pytest.raises(LogUnavailable, match=f"{name}-locks"):
+            await locks.who("a")

@@ -203,6 +203,8 @@ def to_error(e: ApiError, stream: str) -> Exception:
     make = _TABLE.get(e.err_code)
     if make is not None:
         error = make(e)
+        if isinstance(error, StreamMissing):
+            return StreamMissing(f"{e.description}: {stream}")
         if isinstance(error, TooManyMessages):
             return TooManyMessages(e.description, stream)
         return LogFull(f"stream {stream} is full: {e.description}") if type(error) is LogFull else error
