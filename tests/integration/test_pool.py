@@ -21,7 +21,7 @@ from bufstore.embedded import Servers
 from bufstore.errors import Closed, ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.postgres.connection.conninfo import check_conninfo
 from bufstore.postgres.connection.pool import Pool, connect, open_pool
-from bufstore.postgres.connection.session import databases_met
+from bufstore.postgres.connection.session import changes_of_database
 from bufstore.postgres.connection.statements import Statements
 from fault_proxy.proxy import FaultProxy
 from helpers import cancel_as_anyio, eventually, fresh, query
@@ -435,28 +435,33 @@ async def test_what_psycopg_warns_of_in_our_pipelines_is_for_debugging(
     assert len([r for r in caplog.records if r.name == "psycopg"]) == 1, "other connections of the app are heard"
 
 
-@pytest.mark.long
 async def test_a_database_that_takes_the_place_of_another_is_told_from_more_connections(own_servers: Servers) -> None:
     """See docs/adr/0048-a-restored-postgres-counts-as-away.md: its answers may be older than what was read before."""
     parts = conninfo_to_dict(own_servers.postgres.dsn)
     await query(own_servers.postgres.dsn, "CREATE DATABASE app")
     pool = await open_pool(make_conninfo(**{**parts, "dbname": "app"}), size=3)
     try:
-        met = databases_met()
+        changes = changes_of_database()
         assert len(set(await asyncio.gather(*(backend(pool) for _ in range(30))))) > 1
-        assert databases_met() == met + 1, "more connections to one database"
+        assert changes_of_database() == changes + 1, "more connections to one database"
         for restores in ("DROP DATABASE app WITH (FORCE)", "CREATE DATABASE app"):
             await query(own_servers.postgres.dsn, restores)
         assert await backend(pool, 30)
-        assert databases_met() == met + 2
+        assert changes_of_database() == changes + 2
         own_servers.postgres.stop()
         own_servers.postgres.start()
         assert await backend(pool, 30)
-        assert databases_met() == met + 3
+        assert changes_of_database() == changes + 3
+        for name in ("postgres", "app"):
+            again = await open_pool(make_conninfo(**{**parts, "dbname": name}), size=1)
+            assert await backend(again)
+            await again.close()
+        assert changes_of_database() == changes + 5, "one that comes back counts again"
     finally:
         await pool.close()
 
 
+@pytest.mark.long
 async def test_who_would_rather_know_is_told_soon_that_postgres_is_away(own_servers: Servers) -> None:
     pool = await open_pool(own_servers.postgres.dsn, size=1)
     try:

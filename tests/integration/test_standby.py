@@ -20,6 +20,7 @@ from bufstore.errors import ConfigError
 from bufstore.mailbox import MailboxConfig, PostgresMailboxStore
 from bufstore.postgres.connection.conninfo import own_conninfo
 from bufstore.postgres.connection.pool import _Connection, new_pool, open_pool
+from bufstore.postgres.connection.session import changes_of_database
 from conftest import Deployment
 from fault_proxy.proxy import FaultProxy
 from helpers import eventually, fresh, query, run_of, said
@@ -152,9 +153,11 @@ async def test_a_standby_behind_a_pooler_that_takes_it_for_the_primary_is_not_us
         ):
             await direct.checkpoint_append("t", [said(1)], run_of("t"))
             async with PostgresThreadStore(first.dsn, timeout_s=2.0) as store:
+                changes = changes_of_database()
                 for _ in range(3):
                     with pytest.raises(StoreUnavailable, match="standby mode, and a pooler"):
                         await store.load_messages("t")
+                assert changes_of_database() == changes, "it counts when it is promoted, which is no restart"
             async with PostgresThreadStore(_of_both(first.dsn, second.dsn), timeout_s=10.0) as store:
                 # The first read, too: it got connections that had been made to the standby.
                 assert await store.load_messages("t") == [said(0), said(1)]

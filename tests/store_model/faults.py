@@ -291,7 +291,7 @@ class LedgerView:
         return self._database.falls
 
     @property
-    def databases(self) -> int:
+    def changes_of_database(self) -> int:
         return self._database.falls
 
     async def open(self) -> None:

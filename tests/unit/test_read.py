@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bufstore import BufferedThreadStore, MemoryThreadStore
+from bufstore.buffer.ports.ledger import Cursor
 from bufstore.errors import BufstoreError, Closed, FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable
 from bufstore.memory import MemoryNats
 from bufstore.tasks import StrayCancelledError
@@ -461,6 +462,40 @@ def test_who_waits_for_a_flush_outlives_a_restart_of_the_log(call: str) -> None:
                 await one.reads.force_flush_all(30.0)
             case _:
                 assert (await one.reads.thread("t", Consistency.STRONG)).watermark.flushed_seq
+        assert back_at <= loop.time() < back_at + 1
+
+    test(main)
+
+
+@pytest.mark.parametrize("strong", [False, True])
+def test_a_restart_of_the_log_after_its_answer_ends_no_wait_for_a_flush(strong: bool) -> None:
+    """What Postgres says counts only by what the log has below its floor."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        await world.flush_and_purge()
+        two, loop = Instance(world), asyncio.get_running_loop()
+        two.reads._waiter = AllFlushed()  # type: ignore[assignment]
+        latest, back_at = two.log.latest, float("inf")
+
+        async def cursors() -> dict[int, Cursor]:
+            partition = two.reads._subjects.partition("t")
+            return {partition: Cursor(partition, 1, two.log.floor, 0)}  # the others were never written to
+
+        async def then_away(subject: str, timeout_s: float) -> int:
+            nonlocal back_at
+            found = await latest(subject, timeout_s)
+            if back_at == float("inf"):
+                back_at = loop.time() + 3.0
+                world.log.fault = lambda kind: "unavailable" if loop.time() < back_at else ""
+            return found
+
+        world.reached.cursors = cursors  # type: ignore[method-assign]
+        two.log.latest = then_away  # type: ignore[method-assign]
+        if strong:
+            await two.reads.thread("t", Consistency.STRONG)
+        else:
+            await two.reads.force_flush("t", 30.0)
         assert back_at <= loop.time() < back_at + 1
 
     test(main)

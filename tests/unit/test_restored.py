@@ -20,14 +20,14 @@ class Postgres:
     """A ledger of two partitions, one of which lacks settled entries until it is flushed again."""
 
     def __init__(self) -> None:
-        self.connections = self.databases = 1
+        self.connections = self.changes_of_database = 1
         self.flushed = False
         self.looks = 0
 
     def take_over(self) -> None:
         """Let another database, or another run of the server, answer from now on, behind a new connection."""
         self.connections += 1
-        self.databases += 1
+        self.changes_of_database += 1
 
     async def cursors(self) -> dict[int, Cursor]:
         self.looks += 1
@@ -145,7 +145,7 @@ def test_a_database_that_is_met_only_when_its_connection_is_used_is_compared(mon
         postgres.flushed = True
         postgres.connections += 1  # a pool has made it beforehand
         await counts.counting(postgres.answer)
-        postgres.databases, postgres.flushed = 2, False
+        postgres.changes_of_database, postgres.flushed = 2, False
         with pytest.raises(StoreUnavailable, match="flushed again"):
             await counts.counting(postgres.answer)
         await counts.aclose()
@@ -242,7 +242,7 @@ def test_an_answer_does_not_count_after_others_found_postgres_flushed_again(
             if asked == 1:
                 postgres.flushed = False
                 postgres.connections += how != "an old connection, by a pooler"
-                postgres.databases += how == "another database"
+                postgres.changes_of_database += how == "another database"
                 found = await postgres.answer()
                 with pytest.raises(StoreUnavailable, match="flushed again"):
                     await counts.counts_since(counts.era)

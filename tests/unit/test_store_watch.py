@@ -97,6 +97,33 @@ def test_reads_that_wait_for_a_busy_store_ask_it_together_and_do_not_wake_until_
     run(main())
 
 
+def test_reads_that_come_while_the_store_is_asked_arm_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        store = _Slow(away_at=loop.time() + 0.5)
+        watch = StoreWatch[Any](store, 10.0)
+        looks, look = 0, watch._look
+
+        def counted() -> None:
+            nonlocal looks
+            looks += 1
+            look()
+
+        monkeypatch.setattr(watch, "_look", counted)
+
+        async def read(after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            asked = watch.ask("t")
+            assert await watch.stored(asked, loop.time() + 10.0) is None
+            watch.let_go(asked)
+
+        await asyncio.gather(read(0.0), *(read(1.0 + i / 100) for i in range(1, 190)))  # the question takes two seconds
+        assert looks == 1
+        await watch.aclose()
+
+    run(main())
+
+
 def test_reads_that_wait_are_told_at_once_when_the_store_goes_down() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()

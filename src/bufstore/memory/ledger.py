@@ -43,7 +43,7 @@ class MemoryLedger:
         return 0
 
     @property
-    def databases(self) -> int:
+    def changes_of_database(self) -> int:
         return 0
 
     async def server_run(self) -> str:

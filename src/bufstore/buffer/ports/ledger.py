@@ -188,8 +188,8 @@ class Ledger(Protocol):
         """How many connections to the database this process has made. Behind a new one may be an older copy of it."""
 
     @property
-    def databases(self) -> int:
-        """To how many databases they led, as far as they were used; a copy, or a restarted server, counts anew."""
+    def changes_of_database(self) -> int:
+        """How often one that was used led to another database than the last: a copy, or after its server's restart."""
 
     async def server_run(self) -> str:
         """Which run of which server answers: another one after a restart, and after a failover."""

@@ -234,7 +234,7 @@ class Reads(Generic[S]):
         self._home.check()
         left_s = _left_of(timeout_s)
         last = await self._told(lambda s: self._log.latest(self._subjects.of(thread_id), s), thread_id, left_s())
-        last = last or await self._asked(self._waits_to(thread_id), thread_id, left_s())
+        last = last or await self._asked(lambda: self._waits_to(thread_id), thread_id, left_s())
         if last:
             await self._waiter.thread(thread_id, last, left_s())
         return last
@@ -253,10 +253,10 @@ class Reads(Generic[S]):
         if has_flushed(targets):
             return
         if not all(targets.values()):
-            passed = await self._asked(self._ledger.cursors(), None, left_s())
+            passed = await self._asked(self._ledger.cursors, None, left_s())
             targets = {p: end or (passed[p].seq if p in passed else 0) for p, end in targets.items()}
         await self._waiter.partitions({p: seq for p, seq in targets.items() if seq}, left_s())
-        await self._asked(self.restored.counts_since(self.restored.era), None, left_s())
+        await self._asked(lambda: self.restored.counts_since(self.restored.era), None, left_s())
 
     async def _waits_to(self, thread_id: str) -> int:
         return (await self.restored.counting(lambda: self._ledger.watermark(thread_id))).waits_to
@@ -274,11 +274,11 @@ class Reads(Generic[S]):
                 raise FlushTimeout(thread_id, target=0, flushed=0, reason=late) from None
             raise LogUnavailable(late) from None
 
-    async def _asked(self, answer: Awaitable[T], thread_id: str | None, timeout_s: float) -> T:
+    async def _asked(self, ask: Callable[[], Awaitable[T]], thread_id: str | None, timeout_s: float) -> T:
         """Return the answer of Postgres, where entries may still wait that the log no longer shows."""
         try:
             async with asyncio.timeout(timeout_s):
-                return await answer
+                return await self._riding_out(ask, asyncio.get_running_loop().time() + timeout_s)
         except TimeoutError:
             reason = "Postgres did not say in time which entries wait" + (f": {self.down}" if self.down else "")
             raise FlushTimeout(thread_id, target=0, flushed=0, reason=reason) from None

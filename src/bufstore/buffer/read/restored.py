@@ -33,9 +33,9 @@ _OLDER = (
 class _Fit(NamedTuple):
     """A comparison after which Postgres had everything."""
 
-    #: How many connections there had been, and to how many databases they had led.
+    #: How many connections there had been, and how often one had led to another database.
     connections: int
-    databases: int
+    changes: int
     #: When it was.
     at: float
     #: Up to which position Postgres had everything.
@@ -102,21 +102,22 @@ class Restored:
 
     def _is_new(self) -> bool:
         """Whether answers may come from a Postgres that was not compared yet."""
-        return (self._ledger.connections, self._ledger.databases) != (self._fits.connections, self._fits.databases)
+        now = self._ledger.connections, self._ledger.changes_of_database
+        return now != (self._fits.connections, self._fits.changes)
 
     async def _compare(self) -> None:
         if self.prepare is not None:
             await self._ledger.setup()  # rides out a restart, as any question does; `prepare` gives up sooner
             await self.prepared()
         before, floor = self._fits, self._log.floor
-        now = _Fit(self._ledger.connections, self._ledger.databases, elapsed.now_s(), floor)
+        now = _Fit(self._ledger.connections, self._ledger.changes_of_database, elapsed.now_s(), floor)
         try:
             self._fits = now._replace(reached=await self._reached(floor))
         except BaseException:
             self._fits = _NEVER
             raise
         # A new connection to the database of the others may say what they say: a pool that grows spoils no answer.
-        if before.databases != now.databases or floor > before.reached:
+        if before.changes != now.changes or floor > before.reached:
             self.era += 1
 
     async def _reached(self, floor: int) -> int:

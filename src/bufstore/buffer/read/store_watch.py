@@ -161,8 +161,12 @@ class StoreWatch(Generic[S]):
         return max(next(iter(self._waiting.values())), self._looked_at) + self._patience / 2
 
     def _look_later(self) -> None:
-        if self._looks is None and self._waiting:
-            self._looks = asyncio.get_running_loop().call_at(self._due(), self._look)
+        if not self._waiting or (self._question is not None and not self._question.done()):
+            return  # behind the question, `_looked` comes here again
+        loop = asyncio.get_running_loop()
+        # One that is long over was ended by Ctrl-C before it began.
+        if self._looks is None or self._looks.when() < loop.time() - self._patience:
+            self._looks = loop.call_at(self._due(), self._look)
 
     def _look(self) -> None:
         self._looks = None
@@ -171,7 +175,7 @@ class StoreWatch(Generic[S]):
         elif not self._waiting or asyncio.get_running_loop().time() < self._due():  # the first ones have their answers
             self._look_later()
         elif self.down is None:
-            self._asking().add_done_callback(self._looked)
+            self._asking()
         else:
             self._looked()
 
@@ -198,6 +202,7 @@ class StoreWatch(Generic[S]):
         """Return the small query that is under way; begin it if none is."""
         if self._question is None or self._question.done():
             self._question = spawn(self._ask_little(), name="bufstore-store-question")
+            self._question.add_done_callback(self._looked)
         return self._question
 
     async def _ask_little(self) -> None:

@@ -8,14 +8,19 @@ import psycopg
 from psycopg.rows import tuple_row
 
 #: The last column tells a database from one that takes its place: on another server, on this one after a restart, or
-#: made anew. (`pg_database` would tell that, too, but reading it can be forbidden.)
+#: made anew. (`pg_database` would tell that, too, but reading it is forbidden more often than calling a function.)
 _QUESTION = """
-    SELECT current_setting('default_transaction_isolation'), pg_is_in_recovery(),
-        extract(epoch FROM pg_postmaster_start_time())::text || ' ' || pg_relation_filepath('pg_catalog.pg_class')
+    SELECT pg_catalog.current_setting('default_transaction_isolation'), pg_catalog.pg_is_in_recovery(),
+        extract(epoch FROM pg_catalog.pg_postmaster_start_time())::text || ' '
+            || pg_catalog.pg_relation_filepath('pg_catalog.pg_class')
 """
 
-#: The databases that this process has met.
-_met: set[str] = set()
+
+class _Databases:
+    """Which database a session of this process was of last, and how often that was another one than before."""
+
+    last = ""
+    changes = 0
 
 
 class Session(NamedTuple):
@@ -34,13 +39,16 @@ async def ask(connection: psycopg.AsyncConnection[Any]) -> Session:
     except psycopg.errors.FeatureNotSupported:  # serializable is the default, which only a standby refuses
         return Session(read_committed=False, standby=True)
     level, standby, database = row or ("", False, "")
-    _met.add(database)
+    if not standby and database != _Databases.last:  # a standby that is promoted runs on: only then it counts
+        _Databases.last = database
+        _Databases.changes += 1
     return Session(level == "read committed", standby)
 
 
-def databases_met() -> int:
-    """Return to how many databases the connections of this process have led, as far as they were used.
+def changes_of_database() -> int:
+    """Return how often a connection of this process, when it was first used, led to another database than the last.
 
-    A database counts anew after a restart of its server, and when another one takes its place.
+    A database is another one after a restart of its server. One that comes back after others counts again: what it
+    lacks may have been flushed to it meanwhile.
     """
-    return len(_met)
+    return _Databases.changes

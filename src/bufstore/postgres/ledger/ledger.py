@@ -20,7 +20,7 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.log_lines import LogLines
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.pool import connections_made
-from bufstore.postgres.connection.session import databases_met
+from bufstore.postgres.connection.session import changes_of_database
 from bufstore.postgres.ledger.applying import apply_batch, flush_errors, probe_batch, transaction_ended
 from bufstore.postgres.ledger.frozen import OpenFlush, StandingStill, idle_max, is_frozen, may_be_frozen
 from bufstore.postgres.ledger.quarantine import PostgresParked, row_columns
@@ -96,8 +96,8 @@ class PostgresLedger:
         return connections_made()
 
     @property
-    def databases(self) -> int:
-        return databases_met()
+    def changes_of_database(self) -> int:
+        return changes_of_database()
 
     async def server_run(self) -> str:
         return str((await self._tables.run("server_run"))[0][0])
