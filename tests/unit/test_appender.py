@@ -39,7 +39,7 @@ from bufstore.threads.payload import Removal
 from bufstore.threads.write import editing
 from bufstore.types import Receipt
 from thorough import examples, seldom
-from unit.fake_log import WRITE_FAULTS, run
+from unit.fake_log import WRITE_FAULTS, JumpingLoop, run
 from unit.group_server import GroupServer
 from unit.write_world import SUBJECTS, Instance, World, faults, test
 
@@ -916,6 +916,29 @@ def test_a_log_that_stays_away_ends_every_call_in_time(fault: str) -> None:
         for n, outcome in enumerate(found[:5]):
             assert stored[f"r{n}"] <= (1 if isinstance(outcome, OutcomeUnknown) else 0)
         assert receipt.thread_seq == world.log.last_of(SUBJECTS.of("t"))
+
+    test(main)
+
+
+@pytest.mark.parametrize("fault", ["unavailable", "lost"])
+def test_a_log_that_stays_away_ends_every_call_though_the_loop_stands_still_again_and_again(fault: str) -> None:
+    """Regression: each time gave each write more time, so an app that computes on its loop waited for ever."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        world.log.fault = lambda kind: fault if kind != "read" else "unavailable"
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, JumpingLoop)
+        began = loop.time()
+        calls = [asyncio.create_task(call) for call in (one.append(["b"]), one.checkpoint(["c"], "other"))]
+        while not all(call.done() for call in calls) and loop.time() < began + 100:
+            loop.jumping.now += 3.0
+            await asyncio.sleep(0.01)
+        # While half of the time is lost, 10 s more are given in 20 s.
+        assert loop.time() - began < world.config.append_timeout_s + 20 + 2 * 3
+        for call in calls:
+            with pytest.raises((OutcomeUnknown, LogUnavailable)):
+                await call
 
     test(main)
 

@@ -11,7 +11,7 @@ from bufstore.errors import Closed
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.tasks import BEHIND_TURNS, LATE_S, settle
 
-#: How much longer a write may take, in seconds, where the loop stood still when its time was over.
+#: How much longer a write may take, in seconds, where the loop stood still when its time was over; all times together.
 _MORE_MAX_S = 10.0
 
 
@@ -19,8 +19,9 @@ class Outstanding(Generic[M]):
     """Fails each write with TimeoutError when its time is over."""
 
     def __init__(self) -> None:
-        #: The writes in order of arrival, so that the first one is the first to give up.
-        self._writes: dict[Write[M], None] = {}
+        #: The writes in order of arrival, so that the first one is the first to give up; and how many more seconds each
+        #: may be given. A loop that stands still again and again must not keep them for ever.
+        self._writes: dict[Write[M], float] = {}
         self._timer: asyncio.Handle | None = None
         #: The loop's time when the timer is due.
         self._next = float("inf")
@@ -28,7 +29,7 @@ class Outstanding(Generic[M]):
 
     def enter(self, write: Write[M]) -> None:
         """Note that the write's caller waits from now on."""
-        self._writes[write] = None
+        self._writes[write] = _MORE_MAX_S
         if self._timer is None or write.deadline < self._next:
             self._expire_at(write.deadline)
 
@@ -61,9 +62,8 @@ class Outstanding(Generic[M]):
         self._timer = None
         now = self._loop.time()
         if turns == BEHIND_TURNS and (late_s := now - self._next) >= LATE_S:
-            for write in self._writes:  # the loop stood still, and no write went on
-                write.deadline = max(write.deadline, now + min(late_s, _MORE_MAX_S))
-        elif turns:  # what has arrived is read first
+            self._prolong(now, late_s)
+        if turns and any(write.deadline <= now for write in self._writes):  # what has arrived is read first
             self._timer = self._loop.call_soon(self._expire, turns - 1)
             return
         next_ = None
@@ -76,3 +76,11 @@ class Outstanding(Generic[M]):
                 next_ = write.deadline
         if next_ is not None:
             self._expire_at(next_)
+
+    def _prolong(self, now: float, late_s: float) -> None:
+        """Give the writes more time: the loop stood still, and none of them went on."""
+        for write, left_s in self._writes.items():
+            until = now + min(late_s, left_s)
+            if write.deadline < until:
+                self._writes[write] = left_s - (until - max(write.deadline, now))
+                write.deadline = until
