@@ -118,6 +118,21 @@ async def test_items_that_wait_long_for_busy_workers_are_not_taken_for_overlooke
     assert (await work.statistics()).found == 0
 
 
+async def test_an_item_behind_as_many_as_workers_may_be_told_of_is_found(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a lone worker did not do it until one of those was done, however much later they were due."""
+    monkeypatch.setattr("bufstore.tokens.work._TOLD_MAX", 2)
+    work = await opened(ttl_s=1)
+    for key in ("a", "b"):
+        await work.submit(key)
+        await (await took(work)).retry(3600)
+    await work.submit("c")
+    async with await took(work, 10) as task:
+        assert task.key == "c"
+        await task.done()
+
+
 async def test_a_turn_that_could_not_be_removed_goes_later(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     work = await opened(ttl_s=4)
     await work.submit("a")

@@ -328,12 +328,14 @@ class ExclusiveWork(Keyed):
         return None
 
     async def _told(self) -> float:
-        """Return the sequence up to which workers were told of items; any, if somebody asks and is told of none."""
+        """Return the sequence up to which workers were told of items; any, if they are told of no more."""
         try:
             consumer = await self._consumer.info()
         except ConsumerMissing:
             return math.inf
-        return math.inf if consumer["num_waiting"] else consumer["delivered"]["stream_seq"]
+        # Who looks asks for nothing meanwhile: a lone worker has only the second sign.
+        stands = consumer["num_waiting"] or consumer["num_ack_pending"] >= consumer["config"]["max_ack_pending"]
+        return math.inf if stands else consumer["delivered"]["stream_seq"]
 
     # Running.
 
