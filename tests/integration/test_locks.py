@@ -330,3 +330,23 @@ async def test_who_was_busy_while_its_answer_came_holds_the_lock(
             lock = await locks.acquire("a", ttl_s=10)
         lock.check()
         await lock.release()
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, 5.0])
+async def test_a_lock_whose_time_is_over_before_its_taking_is_known_is_given_to_nobody(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, timeout_s: float
+) -> None:
+    """Regression: the block began beside that of the next holder."""
+    loop, ask, name = asyncio.get_running_loop(), Questions.ask, f"t{secrets.token_hex(5)}"
+
+    def ask_and_compute(questions: Questions, subjects: Sequence[str], *more: Any) -> str:
+        if subjects[0].startswith(name):
+            loop.call_soon(time.sleep, 1.2)
+        return ask(questions, subjects, *more)
+
+    async with await Locks.open(servers.nats.url, name=name, timeout_s=timeout_s) as locks:
+        with monkeypatch.context() as busy:
+            busy.setattr(Questions, "ask", ask_and_compute)
+            with pytest.raises(LogUnavailable, match="its time was over"):
+                await locks.acquire("a", ttl_s=1)
+        await (await locks.acquire("a", wait_s=5)).release()

@@ -52,7 +52,7 @@ class Locks(Keyed):
         """Take the lock for `ttl_s` (whole seconds). Raises TokenBusy when another still holds it after `wait_s`.
 
         `holder` (by default host and process) is shown to callers that find the key busy. Raises LogUnavailable when it
-        is not known whether the lock was taken; it is free again after `ttl_s` at the latest.
+        is not known in time whether the lock was taken; it is free again after `ttl_s` at the latest.
         """
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or not 1 <= ttl_s <= SECONDS_MAX:
             raise ConfigError("a lock's ttl_s must be whole seconds, at least one")
@@ -90,7 +90,12 @@ class Locks(Keyed):
             seq = await self._register.write(subject, record, 0, ttl_s)
         except Conflict:
             raise TokenBusy(key, (await self._register.read(subject))[1].holder) from None
-        return Lock(Hold(key, self._register, subject, seq, record, began, self._takes))
+        lock = Lock(Hold(key, self._register, subject, seq, record, began, self._takes))
+        try:
+            lock.check()
+        except TokenLost:  # a block would begin before it learned that, and beside that of another holder
+            raise LogUnavailable(f"{key!r} was taken, but its time was over before NATS was heard; retry") from None
+        return lock
 
 
 class Lock(Lease):
