@@ -8,8 +8,9 @@ import os
 import random
 import signal
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import token_instances
 import token_sink
 from bufstore.embedded import NatsServer, Servers
 from bufstore.errors import LogUnavailable, SubmitUnknown, TokenLost
+from bufstore.jetstream.questions import Questions
 from bufstore.tokens import ExclusiveWork, Locks, Policy, Task
 from fault_proxy.proxy import FaultProxy
 from helpers import elsewhere, eventually, query
@@ -261,3 +263,25 @@ async def test_who_misses_a_stream_says_which(servers: Servers, name: str) -> No
         await locks._stream.api(f"STREAM.DELETE.{name}-locks")
         with pytest.raises(LogUnavailable, match=f"{name}-locks"):
             await locks.who("a")
+
+
+async def test_an_item_whose_time_is_over_before_its_taking_is_known_is_not_begun(
+    opened: Open, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: its handler began beside the next one, and was cancelled; that counted as an attempt."""
+    loop, ask, stood = asyncio.get_running_loop(), Questions.ask, list[str]()
+
+    def ask_and_compute(questions: Questions, subjects: Sequence[str], *more: Any) -> str:
+        if subjects[0].startswith(f"{name}.fence.") and not stood:
+            stood.append(subjects[0])
+            loop.call_soon(time.sleep, 1.2)
+        return ask(questions, subjects, *more)
+
+    work = await opened(ttl_s=1)
+    await work.submit("a")
+    monkeypatch.setattr(Questions, "ask", ask_and_compute)
+    async with await took(work) as task:
+        assert stood
+        task.check()
+        assert task.attempt == 1
+        await task.done()

@@ -183,6 +183,11 @@ class Lease:
         if self.lost.is_set():
             raise TokenLost(self.key, self._reason)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its time is over, by our own clock."""
+        return self._holding.is_over
+
     async def extend(self) -> None:
         """Hold the key for its whole time from now on. Raises TokenLost, and LogUnavailable when that is not known."""
         if self.lost.is_set():

@@ -248,7 +248,12 @@ class ExclusiveWork(Keyed):
             except Conflict:
                 continue
             hold = Hold(key, self._register, subject, given, mine, began, self._takes)
-            return Task(hold, item.body, delivery, len(items) > 1, self._pulls, self._afterwards)
+            task = Task(hold, item.body, delivery, len(items) > 1, self._pulls, self._afterwards)
+            if not task.is_over:
+                return task
+            with contextlib.suppress(TokenLost, Unavailable, *REFUSED):  # this process stood still: it comes again
+                await task.release()
+            return None
 
     async def _waiting(self, name: str, limit: int) -> list[Any]:
         c = self._config
