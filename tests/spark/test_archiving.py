@@ -260,6 +260,9 @@ async def test_manifests_that_expire_while_they_are_read_hinder_nobody_and_hide_
     next((tmp_path / "stays").glob("part-*")).write_text("other")  # which its checksum shows
     with pytest.raises(Exception, match="Checksum"):
         await asyncio.to_thread(texts, "one", "another")
+    going.append("stays")  # all there is, which no `expire` removes
+    with pytest.raises(Exception, match="Path does not exist"):
+        await asyncio.to_thread(texts)
 
 
 @pytest.mark.long  # several archives and restores

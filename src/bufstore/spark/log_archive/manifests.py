@@ -224,8 +224,8 @@ def texts_of(spark: SparkSession, folder: str) -> list[str]:
     """Return the lines of all files in the folders of a folder; none when the folder does not exist.
 
     Passes over what somebody removes meanwhile, and over nothing else: when a file that was listed cannot be read, and
-    one has gone, all that is left is read again. Raises ConfigError for a folder that Spark would read as a pattern
-    for others, but write to as it is.
+    one has gone, all that is left is read again. That nothing is left is an error: `expire` leaves the last one, but a
+    disk may go. Raises ConfigError for a folder that Spark would read as a pattern for others, but write to as it is.
     """
     from pyspark.errors import AnalysisException
 
@@ -237,6 +237,7 @@ def texts_of(spark: SparkSession, folder: str) -> list[str]:
             # Of folders that a pattern names, Spark passes over those that go; else it needs them all to be listed.
             return spark.read.option("recursiveFileLookup", "true").text(f"{folder}/[!._]*")
 
+    again = False
     try:
         lines = listed()
         for tries_left in reversed(range(_LISTINGS)):
@@ -244,11 +245,13 @@ def texts_of(spark: SparkSession, folder: str) -> list[str]:
             try:
                 return [line for (line,) in lines.collect()]
             except Exception:
+                again = True
                 lines = listed()
-                if not tries_left or files <= set(lines.inputFiles()):
+                left = set(lines.inputFiles())
+                if not (tries_left and left and files - left):
                     raise
     except AnalysisException as e:
-        if e.getCondition() != "PATH_NOT_FOUND":
+        if again or e.getCondition() != "PATH_NOT_FOUND":
             raise
     return []
 
