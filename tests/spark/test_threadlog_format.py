@@ -201,6 +201,13 @@ async def test_a_first_batch_that_comes_again_is_the_same_wherever_the_query_wou
     forget_the_first_batch()
     await ended(query(spark, deployment, tmp_path, startingPosition="latest"))
     assert steps_of(await collected(spark.read.parquet(str(tmp_path / "out")))) == {thread: [0, 1, 2]}
+    at_end = tmp_path / "at end"
+    await ended(query(spark, deployment, at_end, startingPosition="latest"))
+    shutil.rmtree(at_end / "out")
+    uncommit(at_end / "ck", 0)
+    again = query(spark, deployment, at_end, startingPosition="earliest")
+    await ended(again)
+    assert [p["numInputRows"] for p in again.recentProgress if p["numInputRows"]] == []
     forget_the_first_batch()
     await purge(deployment, 3)
     with pytest.raises(Exception, match="the log begins at message 3, but the reader has only reached 1"):

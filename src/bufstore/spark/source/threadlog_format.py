@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import pyarrow
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import (
@@ -178,9 +179,9 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         if not isinstance(limit, ReadAllAvailable) and begin < end:
             end = await log_scan.within(options, log, begin, end)
         self._reached = end
-        if end == begin and log.created == before.created:
-            return start
         began = before if before == self._initial else None
+        if end == begin and log.created == before.created:
+            return start if began is None else msgspec.structs.replace(before, began=began).as_dict()
         return Offset(created=log.created, position=end, began=began).as_dict()
 
     async def _waits(self, log: LogState, start: Offset, begin: int, end: int) -> bool:
