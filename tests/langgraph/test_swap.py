@@ -69,23 +69,37 @@ async def test_a_graph_interrupted_there_is_resumed_here_and_the_other_way_round
         assert (await _say(ours, second))["turns"] == 2
 
 
+async def _turn(saver: BaseCheckpointSaver[str], thread_id: str) -> int:
+    shown = await saver.aget_tuple(config(thread_id))
+    return shown.checkpoint["channel_values"]["turns"] if shown is not None else 0
+
+
 async def test_threads_go_to_and_fro_while_a_deployment_rolls(place: Place) -> None:
     async with (
         place.plain() as plain,
-        place.saver(consistency=Consistency.STRONG) as one,
-        place.saver(consistency=Consistency.STRONG) as other,
+        place.saver(consistency=Consistency.STRONG, flush=0.0) as one,
+        place.saver(consistency=Consistency.STRONG, flush=0.0) as other,
     ):
         workers, thread_id = (plain, one, other), fresh()
+
+        async def seen_by_all(saver: BaseCheckpointSaver[str], turn: int) -> None:
+            if isinstance(saver, AsyncBufferedSaver):
+                await saver.force_flush(thread_id)
+            assert [await _turn(each, thread_id) for each in workers] == [turn] * 3
+
         for turn, (said, approved) in enumerate(itertools.permutations(workers, 2), 1):
-            for saver, call in ((said, _say), (approved, _approve)):
-                state = await call(saver, thread_id)
-                assert state["turns"] == turn
-                if isinstance(saver, AsyncBufferedSaver):
-                    await saver.force_flush(thread_id)
-                for each in workers:
-                    shown = await each.aget_tuple(config(thread_id))
-                    assert shown is not None
-                    assert shown.checkpoint["channel_values"]["turns"] == turn
+            assert (await _say(said, thread_id))["turns"] == turn
+            await seen_by_all(said, turn)
+            assert (await _approve(approved, thread_id))["turns"] == turn
+            await seen_by_all(approved, turn)
+        for turn, saver in enumerate(workers, 100):
+            await assistant(saver).aupdate_state(config(thread_id), {"turns": turn}, as_node="ask")
+            await seen_by_all(saver, turn)
+        for deletes, says in itertools.permutations(workers, 2):
+            await deletes.adelete_thread(thread_id)
+            await seen_by_all(deletes, 0)
+            await _say(says, thread_id)
+            await seen_by_all(says, 1)
 
 
 async def test_a_thread_that_a_member_of_an_enum_names_is_the_one_that_the_other_has_written(place: Place) -> None:
