@@ -251,6 +251,22 @@ async def test_who_waits_behind_others_hears_of_an_outage_in_its_own_time_and_of
                 await second
 
 
+async def test_who_waits_behind_others_hears_of_an_outage_that_shows_later() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # until the connecting ends, nothing says why
+        conninfo = make_conninfo(host="127.0.0.1", port=silent.getsockname()[1], user="u", dbname="d")
+        pool = await open_pool(conninfo, size=1, connect_timeout_s=1)
+        patient = asyncio.ensure_future(backend(pool, 60))
+        await asyncio.sleep(0)
+        try:
+            with pytest.raises(StoreUnavailable, match="no connection to Postgres in time"):
+                async with asyncio.timeout(10), pool.lend(60, 0.01):
+                    pass
+            assert not patient.done()
+        finally:
+            patient.cancel()
+            await pool.close()
+
+
 async def test_a_connection_that_broke_is_not_handed_on(pool: Pool, servers: Servers) -> None:
     async with contextlib.AsyncExitStack() as stack:
         held = [await stack.enter_async_context(pool.lend(5)) for _ in range(3)]

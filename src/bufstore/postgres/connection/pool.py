@@ -378,6 +378,8 @@ class Pool(AsyncConnectionPool[_Connection]):
     def _away(self, turn: asyncio.Future[_Connection | None]) -> None:
         if self._failure.reason:
             self._too_late(turn)
+        elif not turn.done():  # those before it may still find out: look again, as `_live` does
+            asyncio.get_running_loop().call_later(_NUDGE_S, self._away, turn)
 
     def _too_late(self, turn: asyncio.Future[_Connection | None]) -> None:
         if not turn.done():
