@@ -144,6 +144,7 @@ async def test_a_micro_batch_waits_for_rows_and_not_for_ever(deployment: Deploym
 
     waiting, hasty = _stream(options), _stream(options, maxTriggerDelay="0s")
     start = await asyncio.to_thread(waiting.initialOffset)
+    assert await asyncio.to_thread(hasty.initialOffset) == start
     first = await asyncio.to_thread(_latest, waiting, start)
     assert first != start, "what a query finds when it starts does not wait"
     assert await asyncio.to_thread(_latest, hasty, start) == first
