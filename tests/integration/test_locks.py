@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -309,12 +309,10 @@ async def test_locks_outlive_a_killed_server(tmp_path: Path) -> None:
         server.stop()
 
 
-@pytest.mark.parametrize("turns", [0, 4])
-async def test_who_was_busy_while_its_answer_came_holds_the_lock(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch, turns: int
-) -> None:
-    """Regression: nobody held it then, and nobody could take it, until its time was over."""
-    loop, ask, name = asyncio.get_running_loop(), Questions.ask, f"t{secrets.token_hex(5)}"
+@contextlib.contextmanager
+def computing_behind_questions(monkeypatch: pytest.MonkeyPatch, name: str, turns: int = 0) -> Iterator[None]:
+    """Keep the loop busy for 1.2 s, so many of its turns behind each question about these locks."""
+    loop, ask = asyncio.get_running_loop(), Questions.ask
 
     def ask_and_compute(questions: Questions, subjects: Sequence[str], *more: Any) -> str:
         if subjects[0].startswith(name):
@@ -324,9 +322,19 @@ async def test_who_was_busy_while_its_answer_came_holds_the_lock(
     def later(left: int) -> None:
         loop.call_soon(*((later, left - 1) if left else (time.sleep, 1.2)))
 
+    with monkeypatch.context() as busy:
+        busy.setattr(Questions, "ask", ask_and_compute)
+        yield
+
+
+@pytest.mark.parametrize("turns", [0, 4])
+async def test_who_was_busy_while_its_answer_came_holds_the_lock(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """Regression: nobody held it then, and nobody could take it, until its time was over."""
+    name = f"t{secrets.token_hex(5)}"
     async with await Locks.open(servers.nats.url, name=name, timeout_s=1.0) as locks:
-        with monkeypatch.context() as busy:
-            busy.setattr(Questions, "ask", ask_and_compute)
+        with computing_behind_questions(monkeypatch, name, turns):
             lock = await locks.acquire("a", ttl_s=10)
         lock.check()
         await lock.release()
@@ -337,16 +345,8 @@ async def test_a_lock_whose_time_is_over_before_its_taking_is_known_is_given_to_
     servers: Servers, monkeypatch: pytest.MonkeyPatch, timeout_s: float
 ) -> None:
     """Regression: the block began beside that of the next holder."""
-    loop, ask, name = asyncio.get_running_loop(), Questions.ask, f"t{secrets.token_hex(5)}"
-
-    def ask_and_compute(questions: Questions, subjects: Sequence[str], *more: Any) -> str:
-        if subjects[0].startswith(name):
-            loop.call_soon(time.sleep, 1.2)
-        return ask(questions, subjects, *more)
-
+    name = f"t{secrets.token_hex(5)}"
     async with await Locks.open(servers.nats.url, name=name, timeout_s=timeout_s) as locks:
-        with monkeypatch.context() as busy:
-            busy.setattr(Questions, "ask", ask_and_compute)
-            with pytest.raises(LogUnavailable, match="its time was over"):
-                await locks.acquire("a", ttl_s=1)
+        with computing_behind_questions(monkeypatch, name), pytest.raises(LogUnavailable, match="its time was over"):
+            await locks.acquire("a", ttl_s=1)
         await (await locks.acquire("a", wait_s=5)).release()
