@@ -501,18 +501,23 @@ def test_a_restart_of_the_log_after_its_answer_ends_no_wait_for_a_flush(strong: 
     test(main)
 
 
+def expired_then_silent() -> Any:
+    """Return a question to the log that is refused for a reason the first time, and then never answered."""
+    answers = iter([LogUnavailable("the certificate has expired")])
+
+    async def ask(*_: Any, **__: Any) -> int:
+        for error in answers:
+            raise error
+        return await asyncio.get_running_loop().create_future()
+
+    return ask
+
+
 @pytest.mark.parametrize(("timeout_s", "error"), [(4.0, FlushTimeout), (30.0, LogUnavailable)])
 def test_a_flush_that_the_log_does_not_answer_tells_why(timeout_s: float, error: type[BufstoreError]) -> None:
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
-        answers = iter([LogUnavailable("the certificate has expired")])
-
-        async def latest(*_: Any, **__: Any) -> int:
-            for failure in answers:
-                raise failure
-            return await asyncio.get_running_loop().create_future()
-
-        one.reads._log.latest = latest  # type: ignore[method-assign]
+        one.reads._log.latest = expired_then_silent()  # type: ignore[method-assign]
         with pytest.raises(error, match="the certificate has expired"):
             await one.reads.force_flush("t", timeout_s)
 
@@ -543,14 +548,7 @@ def test_an_outage_of_the_log_that_goes_on_is_told_to_later_reads_at_once() -> N
 def test_a_read_that_ends_late_tells_why_the_log_did_not_answer_before() -> None:
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
-        answers = iter([LogUnavailable("the certificate has expired")])
-
-        async def last(*_: Any, **__: Any) -> int:
-            for error in answers:
-                raise error
-            return await asyncio.get_running_loop().create_future()
-
-        one.reads._last = last  # type: ignore[method-assign]
+        one.reads._last = expired_then_silent()  # type: ignore[method-assign]
         with pytest.raises(ReadNotFresh, match="within 10 s: the certificate has expired"):
             await shown(one)
         await asyncio.sleep(3600)
