@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from bufstore import Run, ThreadMetadata
+from bufstore import Run, RunStatus, ThreadMetadata
 from bufstore.buffer import recent_keys
 from bufstore.buffer.append.tip import tip_of_row
 from bufstore.buffer.chain import Watermark, counts, plan
+from bufstore.buffer.domain import Inapplicable
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
 from bufstore.buffer.flush.deciding import decide_thread, is_one_entry
 from bufstore.buffer.flush.passed import Passed, purgeable
@@ -19,7 +20,7 @@ from bufstore.buffer.read.overlay import from_log_alone
 from bufstore.spark.log_archive.applicable import applicable
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.domain import THREADS
-from bufstore.threads.model import encode_messages, encode_metadata, encode_run
+from bufstore.threads.model import decode_run, encode_messages, encode_metadata, encode_run
 from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal, content_hash, decode_payload, encode_payload
 from bufstore.threads.write import save_of
 
@@ -120,6 +121,12 @@ def test_the_log_alone_does_not_show_what_is_before_damage() -> None:
     assert shown is None or shown.partial
 
 
+def test_the_log_alone_shows_no_thread_that_is_broken_although_all_of_it_is_chained() -> None:
+    first = appended(50, 1, "a", base=Base.NONE, self_contained=True, seen=10)
+    assert from_log_alone(THREADS, "t", [first]) is not None
+    assert from_log_alone(THREADS, "t", [first, appended(51, 2, "b", 1, keep=3, version=4)]) is None
+
+
 # What is flushed, repaired, purged.
 
 
@@ -140,6 +147,46 @@ def test_a_change_behind_a_deletion_appends_nothing() -> None:
     made = coalesce("t", 0, [deleted(10, 1, 7), appended(11, 2, "a", 1)])
     assert (made.deleted, made.gone, made.appends) == (True, False, False)
     assert coalesce("t", 0, [appended(11, 2, "a", 1)]).appends
+
+
+def test_nothing_is_kept_of_what_was_deleted() -> None:
+    made = coalesce(
+        "t",
+        3,
+        [
+            appended(8, 6, "a", 5, keep=3),
+            entry(9, 7, 6, payload=Edit(4, metadata=encode_metadata(ThreadMetadata(title="x"))), version=4),
+            deleted(10, 1, 7),
+        ],
+    )
+    assert (made.keep, made.messages, made.runs, made.saves, made.metadata) == (0, [], {}, [], None)
+    with pytest.raises(Inapplicable, match="keeps 1 of 0 messages"):
+        coalesce("t", 3, [deleted(10, 1, 7), appended(11, 2, "b", 1, keep=1)])
+
+
+def test_behind_an_edit_that_takes_the_parent_off_the_next_run_that_names_one_decides() -> None:
+    child = Run(run_id="r", thread_id="t", parent_thread_id="p")
+    named = entry(12, 3, 2, payload=Payload(1, [], encode_run(child), save_of(child)))
+    for edited, parent in ((None, "p"), ("q", "q")):
+        edit = entry(10, 1, 7, payload=Edit(1, parent=(edited,)))
+        for between in ([], [entry(11, 2, 1, payload=said("b"))]):
+            assert coalesce("t", 1, [edit, *between, named]).parent == (parent,)
+
+
+def test_a_run_that_is_saved_on_its_own_is_saved_and_leaves_the_row_as_it_was() -> None:
+    made = coalesce("t", 1, [entry(10, 1, 7, payload=Edit(1, run=encode_run(RUN), run_id="r"))])
+    assert (made.runs, made.run_seqs, made.saves) == ({"r": encode_run(RUN)}, {"r": 10}, [])
+
+
+def test_runs_stand_in_the_order_of_their_last_saves_and_begin_with_their_first() -> None:
+    def saved(seq: int, run_id: str, status: RunStatus) -> StoredEntry:
+        run = Run(run_id=run_id, thread_id="t", status=status)
+        return entry(seq, seq, seq - 1, payload=Edit(1, run=encode_run(run), run_id=run_id))
+
+    saves = [saved(10, "a", RunStatus.RUNNING), saved(11, "b", RunStatus.RUNNING), saved(12, "a", RunStatus.DONE)]
+    made = coalesce("t", 1, saves)
+    assert [decode_run(run).status for run in made.runs.values()] == [RunStatus.RUNNING, RunStatus.DONE]
+    assert (list(made.runs), made.run_seqs) == (["b", "a"], {"a": 10, "b": 11})
 
 
 def test_one_entry_is_one_of_a_known_thread() -> None:

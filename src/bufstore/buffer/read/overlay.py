@@ -45,8 +45,9 @@ def from_log_alone(domain: Domain[Any, S, Any], thread_id: str, items: Sequence[
         if item.entry.base is not Base.CHAINED:
             # If this entry does not count, its keys and numbers were never used, as the writer of the next entry has
             # made sure. So the last entry's keys and numbers are taken.
-            last = items[-1].entry if items[-1] is not item and isinstance(items[-1], StoredEntry) else None
-            keys, numbers = (last.keys, last.producers) if last is not None else (b"", None)
+            last = items[-1]
+            assert isinstance(last, StoredEntry)
+            keys, numbers = (last.entry.keys, last.entry.producers) if last is not item else (b"", None)
             watermark = msgspec.structs.replace(state.watermark, keys=keys, producers=numbers or b"")
             state = msgspec.structs.replace(state, watermark=watermark, unjudged=True)
         return msgspec.structs.replace(state, partial=item.entry.base is not Base.NONE)
@@ -70,7 +71,7 @@ def _chained(items: Sequence[Item]) -> bool:
     for item in items:
         if not isinstance(item, StoredEntry):
             return False
-        if last is None or not superseded(item, Watermark(flushed_seq=seq)):
+        if not superseded(item, Watermark(flushed_seq=seq)):
             if last not in (None, item.entry.prev_id):
                 return False
             last = item.entry.id
