@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from bufstore.langgraph import engine as engine_of
 from bufstore.langgraph.folded import Folded
 from bufstore.langgraph.history import thin
 from bufstore.langgraph.model import BlobKey, BlobRow, CheckpointRow, Put
-from bufstore.langgraph.outlines import all_but_latest, drop_of, within
+from bufstore.langgraph.outlines import all_but_latest, drop_of, outline_of, within
 from bufstore.langgraph.payload import encode_payload
 from bufstore.langgraph.protocol import Outline
 from bufstore.memory import MemoryNats
@@ -586,3 +587,58 @@ def test_a_prune_takes_the_calls_of_subgraphs_that_are_over(written: bool) -> No
     assert drop is not None and drop.namespaces == ["child:over"]
     assert drop.checkpoints == ([("", "2")] if written else [])
     assert all_but_latest([o for o in outlines if o.ns]) is None, "without a root nothing says that it is over"
+
+
+def test_a_drop_of_many_calls_is_made_in_parts_too() -> None:
+    outlines = [_outline("", "2"), *(_outline(f"child:{n:02}", "1", root="1") for n in range(40))]
+    gone: list[str] = []
+    while drop := all_but_latest([o for o in outlines if o.ns not in gone]):
+        part = within(drop, outlines, 200)
+        assert len(encode_payload(part)) <= 200
+        gone += part.namespaces
+    assert gone == [f"child:{n:02}" for n in range(40)]
+
+
+def test_what_an_old_checkpoint_takes_from_its_parent_is_kept_with_it() -> None:
+    outlines = [
+        msgspec.structs.replace(_outline("", id_), parent=parent)
+        for id_, parent in (("1", None), ("2", "1"), ("3", "2"))
+    ]
+    drop = all_but_latest(outlines)
+    assert drop is not None and drop.checkpoints == [("", "1"), ("", "2")]
+    outlines[2] = msgspec.structs.replace(outlines[2], needs_parent=True)
+    drop = all_but_latest(outlines)
+    assert drop is not None and drop.checkpoints == [("", "1")]
+
+
+@pytest.mark.parametrize(
+    ("value", "metadata", "there", "delta"),
+    [
+        (b"true", b"{}", True, True),
+        (b"true", b"{}", False, False),
+        (b"[true]", b"{}", True, False),
+        (b"null", b'{"counters_since_delta_snapshot":{}}', False, True),
+        (b"null", b'{"delta_writes_versioned":true}', False, True),
+        (b"null", b"{}", True, False),
+    ],
+)
+def test_a_delta_channel_is_known_by_its_snapshot_or_by_what_is_counted(
+    value: bytes, metadata: bytes, there: bool, delta: bool
+) -> None:
+    row = CheckpointRow(
+        "", "1", None, b'{"v":4,"channel_values":{"a":%s},"channel_versions":{"a":1}}' % value, metadata
+    )
+    assert outline_of(row, [("", "a", "1")] if there else [], parent_sends=False).delta is delta
+
+
+def test_an_outline_says_what_stands_in_the_row_and_leaves_out_what_cannot_be_meant() -> None:
+    stored = b'{"v":%d,"ts":%s,"channel_versions":{"a":1}}'
+    row = CheckpointRow("n:1", "2", "1", stored % (1, b'"2026"'), b'{"parents":{"":"r"}}')
+    blobs = frozenset({("n:1", "a", "1")})
+    expected = Outline("n:1", "2", "1", blobs, root="r", delta=False, needs_parent=True, ts="2026")
+    assert outline_of(row, (), parent_sends=True) == expected
+    assert not outline_of(row, (), parent_sends=False).needs_parent
+    for parents in (b'{"":7}', b'["r"]'):
+        odd = CheckpointRow("n:1", "2", "1", stored % (4, b"7"), b'{"parents":%s}' % parents)
+        expected = Outline("n:1", "2", "1", blobs, root=None, delta=False, needs_parent=False, ts="")
+        assert outline_of(odd, (), parent_sends=True) == expected
