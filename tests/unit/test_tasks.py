@@ -15,11 +15,31 @@ from typing import Any
 import pytest
 
 import bufstore
-from bufstore import BufferConfig, BufferedThreadStore, Closed, Consistency, LogUnavailable, MemoryThreadStore
+from bufstore import (
+    BufferConfig,
+    BufferedThreadStore,
+    Closed,
+    Consistency,
+    LogUnavailable,
+    MemoryThreadStore,
+    ReadNotFresh,
+)
 from bufstore.memory import MemoryNats
 from bufstore.shared_call import SharedCall
-from bufstore.tasks import Closing, StrayCancelledError, end, own_cancels_only, spawn, together, unless
+from bufstore.tasks import (
+    LATE_S,
+    Closing,
+    StrayCancelledError,
+    end,
+    own_cancels_only,
+    spawn,
+    together,
+    unless,
+    what_came,
+    while_awake,
+)
 from helpers import run_of
+from unit.fake_log import JumpingLoop, run
 
 
 def eager_task_factory(loop: asyncio.AbstractEventLoop, work: Any, **_: Any) -> asyncio.Task[Any]:
@@ -287,3 +307,61 @@ async def test_who_shares_a_call_that_somebody_cancels_is_not_told_that_the_stor
         shared._running.cancel()
     with pytest.raises(Closed if closes else LogUnavailable):
         await asyncio.wait_for(caller, 1)
+
+
+@pytest.mark.parametrize(
+    ("fails", "at_s", "calls"),
+    [
+        (LogUnavailable("away"), 0.5, 1),
+        (LogUnavailable("away"), 1.0 + LATE_S / 2, 1),
+        (LogUnavailable("away"), 1.0 + 2 * LATE_S, 2),
+        (ReadNotFresh("late"), 1.0 + 2 * LATE_S, 2),
+        (ValueError("no outage"), 1.0 + 2 * LATE_S, 1),
+        (None, 1.0 + 2 * LATE_S, 1),
+    ],
+)
+def test_a_call_is_repeated_only_if_the_loop_stood_still_when_its_time_was_over(
+    fails: Exception | None, at_s: float, calls: int
+) -> None:
+    async def main() -> None:
+        loop, made = asyncio.get_running_loop(), 0
+        assert isinstance(loop, JumpingLoop)
+        began = loop.time()
+
+        async def call() -> int:
+            nonlocal made
+            made += 1
+            if made == 1:
+                loop.jumping.now = began + at_s
+                await what_came()
+                if fails is not None:
+                    raise fails
+            return made
+
+        if fails is None or calls == 2:
+            assert await while_awake(call, 1.0) == calls
+        else:
+            with pytest.raises(type(fails)):
+                await while_awake(call, 1.0)
+        assert made == calls
+
+    run(main())
+
+
+def test_a_call_that_fails_again_is_not_repeated_again() -> None:
+    async def main() -> None:
+        loop, made = asyncio.get_running_loop(), 0
+        assert isinstance(loop, JumpingLoop)
+
+        async def call() -> None:
+            nonlocal made
+            made += 1
+            loop.jumping.now += 2.0
+            await what_came()
+            raise LogUnavailable("away")
+
+        with pytest.raises(LogUnavailable):
+            await while_awake(call, 1.0)
+        assert made == 2
+
+    run(main())
