@@ -15,9 +15,10 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
+from bufstore.langgraph.ancestors import Walk
 from bufstore.langgraph.domain import Tail
 from bufstore.langgraph.history import History
-from bufstore.langgraph.model import BlobRow, LangGraphChange, Tables
+from bufstore.langgraph.model import BlobRow, CheckpointRow, LangGraphChange, Tables, WriteRow
 from bufstore.langgraph.protocol import Part
 from bufstore.langgraph.read_cache import _FOLLOWED_MAX, ReadCache
 from bufstore.memory import MemoryNats
@@ -698,3 +699,15 @@ def test_the_cache_keeps_no_rows_with_the_namespaces_of_an_earlier_read() -> Non
     cache.forget_read_at("t99", 2)
     assert not cache.knows_namespaces("t99")
     assert sum(read.size for thread in cache._threads.values() for read in thread.reads.values()) == cache._bytes
+
+
+def test_the_ancestors_writes_are_those_of_their_own_namespace_and_of_the_channels_asked_for() -> None:
+    """An app may give checkpoints of two namespaces the same id."""
+    tables, walk = Tables(), Walk("", "1", ["a"])
+    tables.add([CheckpointRow("", "1", None, b'{"v":4}', b"{}")])
+    tables.add(writes=[WriteRow(ns, "1", "task", 0, "a", "msgpack", b"", "") for ns in ("", "inner")])
+    tables.add(writes=[WriteRow("", "1", "task", 1, "b", "msgpack", b"", "")])
+    walk.on(tables)
+    assert {channel: [write.key for write in writes] for channel, writes in walk.writes.items()} == {
+        "a": [("", "1", "task", 0)]
+    }

@@ -330,3 +330,49 @@ def test_an_empty_postgres_does_not_count_when_the_log_is_purged_past_all_of_it(
         await counts.aclose()
 
     run(main())
+
+
+@pytest.mark.parametrize(("floor", "looks"), [(1, 0), (FLOOR, 1)])
+def test_postgres_is_compared_once_before_the_first_question_and_not_for_the_next(
+    floor: int, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing of the log is below the floor, there is nothing to ask for."""
+
+    async def main() -> None:
+        await asyncio.sleep(100)
+        postgres, log, asked = Postgres(), Log(), 0
+        postgres.flushed, log.floor = True, floor
+        counts = restored(postgres, log, monkeypatch)
+
+        async def ask() -> str:
+            nonlocal asked
+            asked += 1
+            return await postgres.answer()
+
+        for n in (1, 2):
+            assert await counts.counting(ask) == "new"
+            assert (asked, postgres.looks) == (n, looks)
+        await counts.aclose()
+
+    run(main())
+
+
+def test_of_what_is_above_a_cursor_only_the_first_entry_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Idle(Log):
+        """A log whose idle partition goes on above the floor."""
+
+        read = 0
+
+        async def scan(self, above: int, **_: Any) -> Any:
+            for seq in range(FLOOR, 2 * FLOOR):
+                self.read += 1
+                yield 1, SimpleNamespace(seq=seq)
+
+    async def main() -> None:
+        postgres, log = Postgres(), Idle()
+        counts = restored(postgres, log, monkeypatch)
+        assert await counts.counting(postgres.answer) == "old"
+        assert log.read == 1
+        await counts.aclose()
+
+    run(main())
