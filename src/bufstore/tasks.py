@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import Task
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context
 from typing import Any, TypeVar
@@ -17,6 +17,10 @@ T = TypeVar("T")
 TURNS = 10
 #: The same for who waits for something that itself waits for an answer, and for what has arrived.
 BEHIND_TURNS = 3 * TURNS
+
+#: How long a task that somebody has cancelled pauses. Who ends all tasks of a loop would meet a new one, again and
+#: again; the loop does not live until this time, then.
+_AGAIN_S = 0.5
 
 #: A timer that is late by so many seconds shows that the loop stood still.
 LATE_S = 0.2
@@ -211,6 +215,30 @@ def interrupted(task: Task[Any]) -> bool:
     A loop that is run again afterwards, as IPython does, goes on without the task.
     """
     return not task.cancelled() and isinstance(task.exception(), KeyboardInterrupt)
+
+
+class Lasting:
+    """A task that somebody needs for as long as this is open. It begins anew if it is cancelled, or ended by Ctrl-C."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> None:
+        self._work, self._name, self._closed = work, name, False
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self._closed:
+            self._task = spawn(self._work(), name=self._name)
+            self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: Task[None]) -> None:
+        if task.cancelled():
+            task.get_loop().call_later(_AGAIN_S, self._begin)
+        elif interrupted(task):
+            self._begin()
+
+    async def aclose(self) -> None:
+        """End the task. May be called twice."""
+        self._closed = True
+        await end(self._task)
 
 
 async def unless(event: asyncio.Event, work: Awaitable[None]) -> None:

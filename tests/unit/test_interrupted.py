@@ -31,8 +31,13 @@ from bufstore.errors import LogRolledBack
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
+from bufstore.mailbox import Dispatch, Sweeper, Worker
+from bufstore.mailbox.memory import MemoryMailboxStore
 from bufstore.memory import MemoryNats
 from bufstore.nats.same_log import SameLog
+from bufstore.notify.notifier import Notifier
+from bufstore.notify.protocol import Event
+from bufstore.notify.subscription import HealingBroker, Heard, Source
 from helpers import run_of
 from unit.fake_log import FakeLog, JumpingLoop
 from unit.test_client import Recorder
@@ -58,6 +63,13 @@ class Interrupted:
         """Raise in the task of this name, where it waits."""
         self.loop.call_soon(lambda: self.task(name)._fut_waiter.set_exception(KeyboardInterrupt()))
         self.expect_interrupt()
+
+    def end_task(self, name: str, how: str) -> None:
+        """End the task of this name: "interrupted" or "cancelled"."""
+        if how == "interrupted":
+            self.interrupt(name)
+        else:
+            self.task(name).cancel()
 
     def expect_interrupt(self) -> None:
         """Run the loop until it is interrupted."""
@@ -92,10 +104,7 @@ def test_a_flusher_goes_on_whatever_ends_its_tasks(name: str, how: str) -> None:
     task = "bufstore-feeds" if name == "feeds" else f"bufstore-flusher-{name}"
     for number in range(2, 5):
         taken = flusher.state.takeovers
-        if how == "interrupted":
-            it.interrupt(task)
-        else:
-            it.task(task).cancel()
+        it.end_task(task, how)
         it.run(store.checkpoint("t", list(range(number)), run_of("t", number)))
         it.run(store.force_flush_all())
         it.run(asyncio.sleep(10))
@@ -334,7 +343,8 @@ async def _connected() -> tuple[asyncio.Server, Connection]:
     return server, connection
 
 
-def test_who_looks_whether_the_store_is_back_looks_on_after_an_interrupt() -> None:
+@pytest.mark.parametrize("how", ["interrupted", "cancelled"])
+def test_who_looks_whether_the_store_is_back_looks_on_whatever_ends_its_task(how: str) -> None:
     class Away:
         up = False
 
@@ -353,7 +363,7 @@ def test_who_looks_whether_the_store_is_back_looks_on_after_an_interrupt() -> No
     it.run(watch._is_down())
     it.run(asyncio.sleep(0.1))
     for _ in range(2):
-        it.interrupt("bufstore-store-probe")
+        it.end_task("bufstore-store-probe", how)
         it.run(asyncio.sleep(1))
         assert watch.down == "away"
     reader.up = True
@@ -363,7 +373,8 @@ def test_who_looks_whether_the_store_is_back_looks_on_after_an_interrupt() -> No
     it.end()
 
 
-def test_a_refused_log_is_looked_at_again_after_an_interrupt() -> None:
+@pytest.mark.parametrize("how", ["interrupted", "cancelled"])
+def test_a_refused_log_is_looked_at_again_whatever_ends_the_task_that_looks(how: str) -> None:
     stands = False
 
     async def stands_again() -> bool:
@@ -375,13 +386,81 @@ def test_a_refused_log_is_looked_at_again_after_an_interrupt() -> None:
     it, same = Interrupted(JumpingLoop()), SameLog("LOG", "withdrawn", True)
     it.run(refuse())
     it.run(asyncio.sleep(0.1))
-    it.interrupt("bufstore-log-refused")
+    it.end_task("bufstore-log-refused", how)
     it.run(asyncio.sleep(10))
     assert same.refused
     stands = True
     it.run(asyncio.sleep(2))
     assert same.refused is None
     it.run(same.aclose())
+    it.end()
+
+
+@pytest.mark.parametrize("how", ["interrupted", "cancelled"])
+def test_a_notifier_listens_again_whatever_ends_the_task_that_listens(how: str) -> None:
+    """Regression: nobody was called any more, and the notifier was healthy."""
+    it, broker = Interrupted(JumpingLoop()), _Speaking()
+    notifier, heard = Notifier(broker), list[str]()
+    unlisten = it.run(notifier.listen_completed("w", lambda: heard.append("w")))
+    for number in range(1, 4):
+        it.end_task("bufstore-speaking", how)
+        it.run(asyncio.sleep(1))
+        assert (len(heard), broker.open) == (2 * number - 1, 1), "it may have missed something"
+        broker.said.put_nowait((Event.COMPLETED, "w"))
+        it.run(asyncio.sleep(1))
+        assert (len(heard), notifier.statistics().restored) == (2 * number, number)
+    it.run(unlisten())
+    assert broker.open == 0
+    it.run(notifier.aclose())
+    it.end()
+
+
+class _Speaking(HealingBroker):
+    """A server of notifications, and its connections."""
+
+    def __init__(self) -> None:
+        super().__init__("speaking")
+        self.said: asyncio.Queue[Heard] = asyncio.Queue()
+        self.open = 0
+
+    async def _attach(self) -> Source:
+        self.open += 1
+        return self
+
+    async def next(self) -> Heard:
+        return await self.said.get()
+
+    async def aclose(self) -> None:
+        self.open -= 1
+
+
+@pytest.mark.parametrize("how", ["interrupted", "cancelled"])
+@pytest.mark.parametrize("name", ["worker", "watch", "sweeper"])
+def test_a_mailbox_is_worked_on_whatever_ends_a_workers_tasks(name: str, how: str) -> None:
+    """Regression: its work was done no more, and the worker and its sweeper saw no trouble."""
+
+    async def begin() -> None:
+        await mailbox.__aenter__()
+        await worker.__aenter__()
+        await sweeper.__aenter__()
+
+    async def handle(dispatch: Dispatch) -> None:
+        handled.append(dispatch.payload)
+
+    it, handled = Interrupted(JumpingLoop()), list[bytes]()
+    mailbox = MemoryMailboxStore()
+    worker, sweeper = Worker(mailbox, "w", handle), Sweeper(mailbox)
+    it.run(begin())
+    it.run(asyncio.sleep(0.1))
+    for number in range(1, 4):
+        it.end_task(f"bufstore-mailbox-{name}", how)
+        it.run(mailbox.enqueue("t", b"%d" % number))
+        it.run(asyncio.sleep(60))
+        assert handled == [b"%d" % n for n in range(1, number + 1)]
+        assert not it.task(f"bufstore-mailbox-{name}").done()
+    it.run(worker.aclose())
+    it.run(sweeper.aclose())
+    it.run(mailbox.aclose())
     it.end()
 
 

@@ -88,7 +88,7 @@ async def test_nothing_unforeseen_ends_a_worker(monkeypatch: pytest.MonkeyPatch,
             await asyncio.wait_for(done.wait(), 10)
             assert worker.trouble is None
             assert worker._watching is not None
-            assert not worker._watching.done()
+            assert not worker._watching._task.done()
 
 
 async def test_a_claim_that_cannot_be_taken_back_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

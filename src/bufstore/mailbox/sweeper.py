@@ -15,7 +15,7 @@ from typing import Self
 
 from bufstore.log_lines import LogLines
 from bufstore.mailbox.store import MailboxStore
-from bufstore.tasks import end, own_cancels_only, spawn
+from bufstore.tasks import Lasting, own_cancels_only
 
 _log = LogLines(__name__)
 
@@ -32,14 +32,14 @@ class Sweeper:
 
     def __init__(self, mailbox: MailboxStore) -> None:
         self._mailbox = mailbox
-        self._task: asyncio.Task[None] | None = None
+        self._task: Lasting | None = None
         #: Why the last pass failed, or a part of it; None when nothing did.
         self.trouble: str | None = None
         #: When a pass last succeeded here, even if another instance had the turn (monotonic seconds); None: never yet.
         self.last_pass: float | None = None
 
     async def __aenter__(self) -> Self:
-        self._task = spawn(self._run(), name="bufstore-mailbox-sweeper")
+        self._task = Lasting(self._run, name="bufstore-mailbox-sweeper")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -47,7 +47,8 @@ class Sweeper:
 
     async def aclose(self) -> None:
         """Stop. A step that is on its way may or may not be done."""
-        await end(self._task)
+        if self._task is not None:
+            await self._task.aclose()
 
     async def sweep(self) -> bool:
         """Make one pass if it is this instance's turn; return whether it was.

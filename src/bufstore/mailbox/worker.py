@@ -31,7 +31,7 @@ from bufstore.log_lines import LogLines
 from bufstore.mailbox.model import Dispatch
 from bufstore.mailbox.ports import Signal
 from bufstore.mailbox.store import MailboxStore
-from bufstore.tasks import end, own_cancels_only, spawn
+from bufstore.tasks import Lasting, end, own_cancels_only, spawn
 from bufstore.types import check_id
 
 _log = LogLines(__name__)
@@ -73,8 +73,8 @@ class Worker:
         self._name = check_id(name, "name")
         self._handler = handler
         self._config = mailbox.config
-        self._pulling: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._pulling: Lasting | None = None
+        self._watching: Lasting | None = None
         self._running: set[asyncio.Task[None]] = set()
         #: The claims that are worked on, and their handlers, by token: a thread may have a claim that is lost and still
         #: ends, and the next one.
@@ -96,8 +96,8 @@ class Worker:
         return self._step_trouble[0] if self._step_trouble and elapsed.now_s() < self._step_trouble[1] else None
 
     async def __aenter__(self) -> Self:
-        self._pulling = spawn(self._pull(), name="bufstore-mailbox-worker")
-        self._watching = spawn(self._watch(), name="bufstore-mailbox-watch")
+        self._pulling = Lasting(self._pull, name="bufstore-mailbox-worker")
+        self._watching = Lasting(self._watch, name="bufstore-mailbox-watch")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -110,7 +110,8 @@ class Worker:
         """
         self._closing = True
         try:
-            await end(self._pulling)
+            if self._pulling is not None:
+                await self._pulling.aclose()
             if self._running:
                 await asyncio.wait(self._running, timeout=drain_s)
         finally:
@@ -119,7 +120,8 @@ class Worker:
                 task.cancel()  # only the handlers: every claim is still acked or handed back
             for thread in self._running:
                 self._mailbox.takes.leave(thread)
-            await end(self._watching)
+            if self._watching is not None:
+                await self._watching.aclose()
             if self._running:
                 await asyncio.wait(self._running)
 

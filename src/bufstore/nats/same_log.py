@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import nats.errors
@@ -20,7 +21,7 @@ from bufstore.jetstream.answers import Answer, answer_of
 from bufstore.jetstream.exchange import AGAIN_S
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
 from bufstore.log_lines import LogLines
-from bufstore.tasks import end, interrupted, spawn
+from bufstore.tasks import Lasting
 
 _log = LogLines(__name__)
 
@@ -59,7 +60,7 @@ class SameLog:
         #: The stream's configuration, as the last new connection showed it; empty: not yet.
         self.settings: Mapping[str, Any] = {}
         self._gone_since: float | None = None
-        self._look: asyncio.Task[None] | None = None
+        self._look: Lasting | None = None
 
     def note(self, seq: int) -> int:
         """Note that this position is in the log."""
@@ -83,19 +84,12 @@ class SameLog:
         if self.refused is None:
             self.refused = why
             _log.error("refusing the log; nothing is appended or flushed: %s", why, extra={"action": "log_refused"})
-            self._begin_looking(stands_again)
-
-    def _begin_looking(self, stands_again: Callable[[], Awaitable[bool]]) -> None:
-        def ended(look: asyncio.Task[None]) -> None:
-            if interrupted(look):
-                self._begin_looking(stands_again)
-
-        self._look = spawn(self._look_again(stands_again), name="bufstore-log-refused")
-        self._look.add_done_callback(ended)
+            self._look = Lasting(partial(self._look_again, stands_again), name="bufstore-log-refused")
 
     async def aclose(self) -> None:
         """Stop looking."""
-        await end(self._look)
+        if self._look is not None:
+            await self._look.aclose()
 
     async def _look_again(self, stands_again: Callable[[], Awaitable[bool]]) -> None:
         _looking.set(True)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
@@ -19,7 +20,7 @@ from bufstore.log_lines import LogLines
 from bufstore.notify.broker import Broker, Teardown
 from bufstore.notify.listener import SharedListener
 from bufstore.notify.protocol import Event
-from bufstore.tasks import end, spawn
+from bufstore.tasks import Lasting
 
 _log = LogLines(__name__)
 
@@ -59,16 +60,21 @@ class HealingBroker(Broker):
             deliver(payload)
 
     async def _open(self, deliver: Callable[[Heard], None]) -> Teardown:
-        running = spawn(self._run(await self._attach(), deliver), name=f"bufstore-{self._name}")
+        return Lasting(partial(self._run, [await self._attach()], deliver), name=f"bufstore-{self._name}").aclose
 
-        async def teardown() -> None:
-            await end(running)
-
-        return teardown
-
-    async def _run(self, source: Source, deliver: Callable[[Heard], None]) -> None:
-        loop, lives = asyncio.get_running_loop(), ShortLives()
+    async def _run(self, made: list[Source], deliver: Callable[[Heard], None]) -> None:
+        """`made`: the first source, until a task has it."""
+        loop, lives, news = asyncio.get_running_loop(), ShortLives(), True
         while True:
+            if made:
+                source = made.pop()
+            else:
+                source = await AsyncRetrying(
+                    wait=wait_random_exponential(multiplier=0.05, max=2), retry=retry_if_exception_type(Exception)
+                )(self._attach)
+                text, back = "%s: reconnected", {"action": "notify_back"}
+                _log.log(logging.INFO if news else logging.DEBUG, text, self._name, extra=back)
+                self.tell_restored()
             lives.made(loop.time())
             try:
                 while True:
@@ -91,10 +97,3 @@ class HealingBroker(Broker):
                 with contextlib.suppress(Exception):
                     await source.aclose()
             await asyncio.sleep(pause_s)
-            source = await AsyncRetrying(
-                wait=wait_random_exponential(multiplier=0.05, max=2), retry=retry_if_exception_type(Exception)
-            )(self._attach)
-            _log.log(
-                logging.INFO if news else logging.DEBUG, "%s: reconnected", self._name, extra={"action": "notify_back"}
-            )
-            self.tell_restored()

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from bufstore.buffer.domain import S, StateReader
 from bufstore.errors import BufstoreError, Closed, StoreMisconfigured, StoreUnavailable
 from bufstore.log_lines import LogLines
-from bufstore.tasks import end, ended_within, interrupted, spawn, unless_closed
+from bufstore.tasks import Lasting, end, ended_within, spawn, unless_closed
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class StoreWatch(Generic[S]):
     def __init__(self, reader: StateReader[S], read_timeout_s: float) -> None:
         self._reader = reader
         self._patience = min(STORE_PATIENCE_S, read_timeout_s / 2)
-        self._probe: asyncio.Task[None] | None = None
+        self._probe: Lasting | None = None
         self._question: asyncio.Task[None] | None = None
         self._closed = False
         #: Who waits for the store, and since when, in the loop's time, the longest first. Woken when it goes down.
@@ -49,7 +49,9 @@ class StoreWatch(Generic[S]):
     async def aclose(self) -> None:
         """Stop checking whether the store is back."""
         self._closed = True
-        await end(self._probe, self._question, *self._ending)
+        if self._probe is not None:
+            await self._probe.aclose()
+        await end(self._question, *self._ending)
 
     async def answers(self) -> None:
         """Ask the store a small query, for somebody who only wants to know. Raises StoreUnavailable."""
@@ -227,15 +229,7 @@ class StoreWatch(Generic[S]):
                 extra={"action": "store_down"},
             )
             self._wake()
-            self._begin_looking()
-
-    def _begin_looking(self) -> None:
-        def ended(probe: asyncio.Task[None]) -> None:
-            if interrupted(probe):
-                self._begin_looking()
-
-        self._probe = spawn(self._look_for_store(), name="bufstore-store-probe")
-        self._probe.add_done_callback(ended)
+            self._probe = Lasting(self._look_for_store, name="bufstore-store-probe")
 
     async def _look_for_store(self) -> None:
         while self.down is not None:
