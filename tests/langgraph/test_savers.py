@@ -449,6 +449,18 @@ async def test_two_workers_fork_a_thread_or_the_second_one_is_refused(place: Pla
         await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats(), on_conflict="maybe")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["50%s", "{schema} {0}"])
+async def test_any_name_of_the_schemas(name: str, servers: Servers) -> None:
+    """Regression: with a % in `buffer_schema`, a saver could not be opened."""
+    place = Place(servers)
+    place.schema = f"{name} {place.schema}"
+    for steps in (1, 2):
+        async with place.saver() as saver:
+            await _put(saver, config("t"), {"a": [steps]})
+            await saver.force_flush()
+            assert len([each async for each in saver.alist(config("t"))]) == steps
+
+
 async def test_a_thread_that_is_looked_up_again_knows_its_own_last_write(place: Place) -> None:
     """The look-up happens after a lost connection. No other process has written, so nothing is refused."""
     thread_id = fresh()

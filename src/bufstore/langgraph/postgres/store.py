@@ -340,8 +340,9 @@ async def _flushed(connection: AsyncConnection[Any], buffer_schema: str, *, gone
     `gone`: whether threads count that were deleted since.
     """
     for (ledger,) in await (await connection.execute(_LEDGERS, [buffer_schema, buffer_schema])).fetchall():
-        flushed = sql.SQL("SELECT FROM {}.buffer_threads WHERE flushed_seq > 0 AND (%s OR NOT gone) LIMIT 1")
-        if (await connection.execute(flushed.format(sql.Identifier(ledger)), [gone])).rowcount:
+        # Without parameters: with any, a % in the schema's name would need care.
+        flushed = sql.SQL("SELECT FROM {}.buffer_threads WHERE flushed_seq > 0 AND ({} OR NOT gone) LIMIT 1")
+        if (await connection.execute(flushed.format(sql.Identifier(ledger), gone))).rowcount:
             return str(ledger)
     return None
 
