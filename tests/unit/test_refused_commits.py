@@ -123,6 +123,7 @@ def test_of_the_threads_with_poison_as_many_are_parked_as_there_is_space_for(cap
         parked = {entry.thread_id for entry in it.ledger.parked.entries.values()}
         assert len(parked) == 2
         assert "quarantine" in state_of(it).trouble
+        assert [r.action for r in caplog.records].count("quarantine_full") == 1  # type: ignore[attr-defined]
         await it.writer.append(["later"], GOOD[0])
         assert await it.flushed(GOOD[0], within_s=5.0)
         await it.ledger.parked.discard(list(it.ledger.parked.entries))

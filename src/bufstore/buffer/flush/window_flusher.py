@@ -390,11 +390,13 @@ class WindowFlusher:
                 continue
             del rest[thread_id]
             self.waiting.add(thread_id, str(error), self._loop.time())
-        if not self._quarantine_full and not error.busy:
-            self._quarantine_full = True
+        told = self._quarantine_full
+        self._quarantine_full = full = told or not error.busy
+        if full and not told:
             _log.error("%s", error, extra={"action": "quarantine_full"})
         if rest:
             await self._settle(rest)
+            self._quarantine_full = full  # also if some of these were parked
 
     async def _commit(self, threads: Threads, *, probe: int) -> WindowOutcome:
         committed = await self._committer.commit(threads, probe=probe)
