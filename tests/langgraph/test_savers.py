@@ -449,6 +449,12 @@ async def test_two_workers_fork_a_thread_or_the_second_one_is_refused(place: Pla
         await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats(), on_conflict="maybe")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("cache_bytes", [None, "64MB", 1.5, True, -1])
+async def test_a_cache_of_a_size_that_is_none_is_refused(cache_bytes: Any) -> None:
+    with pytest.raises(ConfigError, match="cache_bytes must be an int, 0 or more, not "):
+        await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats(), cache_bytes=cache_bytes)
+
+
 @pytest.mark.parametrize("name", ["50%s", "{schema} {0}"])
 async def test_any_name_of_the_schemas(name: str, servers: Servers) -> None:
     """Regression: with a % in `buffer_schema`, a saver could not be opened."""

@@ -58,6 +58,8 @@ class CheckpointEngine:
         check_choice(consistency, Consistency, "consistency", ConfigError)
         check_choice(new_threads, NewThreads, "new_threads", ConfigError)
         check_choice(on_conflict, OnConflict, "on_conflict", ConfigError)
+        if type(cache_bytes) is not int or cache_bytes < 0:
+            raise ConfigError(f"cache_bytes must be an int, 0 or more, not {cache_bytes!r}")
         self._store, self._consistency = store, consistency
         name = f"{name}-{secrets.token_hex(8)}"
         configs = lane_configs(config)
