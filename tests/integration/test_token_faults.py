@@ -265,6 +265,14 @@ async def test_who_misses_a_stream_says_which(servers: Servers, name: str) -> No
             await locks.who("a")
 
 
+async def test_who_submits_to_a_stream_that_is_gone_hears_which(opened: Open, name: str) -> None:
+    """Regression: JetStream did not answer, as if it were away."""
+    work = await opened()
+    await work._items.api(f"STREAM.DELETE.{work._items.name}")
+    with pytest.raises(LogUnavailable, match=f"stream not found: {work._items.name}"):
+        await work.submit("a")
+
+
 async def test_an_item_whose_time_is_over_before_its_taking_is_known_is_not_begun(
     opened: Open, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

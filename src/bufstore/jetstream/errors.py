@@ -39,6 +39,10 @@ class Mirrored(ConfigError):
         )
 
 
+class NobodyStores(LogUnavailable):
+    """Nobody listens on a subject whose messages are to be stored: there is no leader of its stream, or no stream."""
+
+
 class ConsumerMissing(LogUnavailable):
     """The consumer does not exist (any more)."""
 

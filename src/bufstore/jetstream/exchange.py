@@ -15,6 +15,7 @@ from bufstore.config import NatsConfig
 from bufstore.errors import BufstoreError, LogUnavailable
 from bufstore.jetstream import frames
 from bufstore.jetstream.client import ListeningClient
+from bufstore.jetstream.errors import NobodyStores
 from bufstore.jetstream.failures import FAILURES, may_not_publish, meaning, too_large
 from bufstore.jetstream.headers import status_of
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
@@ -269,7 +270,7 @@ class Exchange(ABC):
             return
         if headers and status_of(headers)[0] == "503":
             self._failed(now())
-            self._questions.end(token, LogUnavailable("JetStream does not answer (it is starting, or has no leader)"))
+            self._questions.end(token, NobodyStores("JetStream does not answer (it is starting, or has no leader)"))
             return
         if leaderless(data):
             self._failed(now())

@@ -36,7 +36,7 @@ from bufstore.errors import (
 from bufstore.holding import while_held
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import ensure_stream
-from bufstore.jetstream.errors import ConsumerMissing, MessageMissing, SubjectFull
+from bufstore.jetstream.errors import ConsumerMissing, MessageMissing, NobodyStores, SubjectFull
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.pulls import Delivery
 from bufstore.jetstream.shared_consumer import SharedConsumer, consumer_config
@@ -126,6 +126,9 @@ class ExclusiveWork(Keyed):
             if c.policy is Policy.QUEUE:
                 raise TokenQueueFull(key, c.waiting_max) from None
             raise TokenBusy(key, (await self._register.read(self._prefix + name))[1].holder) from None
+        except NobodyStores:
+            await self._items.info(c.timeout_s)  # if the stream is gone, this names it
+            raise
         except AppendUnknown as e:
             raise SubmitUnknown(key, str(e)) from None
 
