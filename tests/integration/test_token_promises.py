@@ -199,6 +199,20 @@ async def test_what_is_to_be_done_is_done_after_the_consumer_was_removed(opened:
     assert await nothing_left(other)
 
 
+async def test_who_runs_works_on_after_the_consumer_was_removed(opened: Open, name: str) -> None:
+    """Regression: items waited until somebody opened another instance, or for their time as overlooked ones."""
+    work, worked = await opened(ttl_s=_TTL_S), asyncio.Queue[str]()
+
+    async def handler(task: Task) -> None:
+        worked.put_nowait(task.key)
+
+    async with working(handler, work), asyncio.timeout(_TTL_S / 2):
+        for key in ("a", "b", "c"):
+            await work.submit(key)
+            assert await worked.get() == key
+            await work._items.api(f"CONSUMER.DELETE.{name}-items.workers")
+
+
 async def test_what_got_no_answer_can_be_repeated(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost call can be repeated whether or not it was stored, and also after a renewal without an answer."""
     work, write = await opened(), Register.write

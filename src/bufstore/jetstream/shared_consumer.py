@@ -7,7 +7,7 @@ from typing import Any
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import ensure_consumer
 from bufstore.jetstream.errors import ConsumerMissing
-from bufstore.jetstream.pulls import Pulls
+from bufstore.jetstream.pulls import Delivery, PullRefused, Pulls
 from bufstore.jetstream.stream import NatsStream
 
 
@@ -39,6 +39,16 @@ class SharedConsumer:
         """Create the consumer, or check it. Raises ConfigDrift, ConfigError, LogUnavailable."""
         await ensure_consumer(self._stream, self._wanted, self._ours)
 
+    async def next(self, wait_s: float) -> Delivery | None:
+        """As `Pulls.next`. A consumer that somebody has removed is made again. Raises like `setup`, too."""
+        try:
+            return await self.pulls.next(wait_s)
+        except PullRefused as e:
+            if e.code != "503":
+                raise
+        await self.setup()
+        return await self.pulls.next(wait_s)
+
     async def info(self) -> dict[str, Any]:
         """Return what the server says of the consumer. Raises ConsumerMissing, LogUnavailable."""
         try:
@@ -46,5 +56,5 @@ class SharedConsumer:
         except ConsumerMissing as e:
             raise ConsumerMissing(
                 f"{e}: somebody removed {self._name!r} of stream {self._stream.name}. Nothing is lost: "
-                "the next instance that is opened makes it again"
+                "a worker that asks for work makes it again, or the next instance that is opened"
             ) from None

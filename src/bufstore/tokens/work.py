@@ -133,7 +133,11 @@ class ExclusiveWork(Keyed):
             raise SubmitUnknown(key, str(e)) from None
 
     async def take(self, wait_s: float = 5.0) -> Task | None:
-        """Return the next item whose key is free, or None when there is none for `wait_s`. Raises LogUnavailable."""
+        """Return the next item whose key is free, or None when there is none for `wait_s`.
+
+        Raises LogUnavailable. Raises ConfigError or ConfigDrift where somebody has removed the workers' consumer, and
+        it cannot be made again.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + as_seconds(wait_s, "wait_s")
         while True:
@@ -141,7 +145,7 @@ class ExclusiveWork(Keyed):
                 self._look_at = loop.time() + self._config.ttl_s / _LOOKS
                 taking = self._look()
             else:
-                delivery = await self._pulls.next(max(min(deadline, self._look_at) - loop.time(), 0.001))
+                delivery = await self._consumer.next(max(min(deadline, self._look_at) - loop.time(), 0.001))
                 if delivery is None:
                     if loop.time() >= deadline:
                         return None

@@ -66,7 +66,7 @@ def _items(notes: Notes, info: Any, consumer: Any) -> None:
     limit = info["config"].get("max_bytes", -1)
     notes.room("items room", info["state"]["bytes"], limit, _FULL, "raise max_bytes, or run more workers")
     if consumer is None:
-        notes.say("consumer", Level.BAD, "there is none", "the next ExclusiveWork.open makes it")
+        notes.say("consumer", Level.BAD, "there is none", "a worker that asks for work makes it, or the next open")
         return
     oldest, ttl_s = oldest_s(info), consumer["config"]["ack_wait"] / 1e9
     untold, pulls = consumer["num_pending"], consumer["num_waiting"]
