@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from bench.three_servers import free_ports
 from bufstore import NatsConfig
@@ -68,6 +69,18 @@ async def test_servers_that_are_fine_and_a_sync_that_cannot_be_seen(deployment: 
         assert await state(deployment) == before
     code, checks = await doctor(deployment)
     assert checks["NATS flushers"]["level"] == "warning"
+
+
+async def test_a_postgres_of_several_hosts_is_looked_at_behind_one_that_hangs(deployment: Deployment) -> None:
+    """Regression: it was not reachable, as doctor said, while stores opened on the same address."""
+    good = conninfo_to_dict(deployment.servers.postgres.dsn)
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        places = {"host": f"127.0.0.1,{good['host']}", "port": f"{hung.getsockname()[1]},{good['port']}"}
+        async with deployment.store():
+            _, checks = await doctor(deployment, BUFSTORE_POSTGRES=make_conninfo("", **(good | places)))
+    bad = {what: check for what, check in checks.items() if check["level"] != "ok"}
+    assert bad.keys() == {"NATS sync of the disk"}, bad
+    assert checks["Postgres log"]["found"] == "belongs to this database"
 
 
 async def test_what_differs_and_what_waits_is_said(deployment: Deployment) -> None:

@@ -15,6 +15,7 @@ from bufstore.cli.doctor.together import SeenLog, check_together
 from bufstore.config import LogConfig
 from bufstore.errors import BufstoreError, ConfigError, StoreMisconfigured
 from bufstore.langgraph.postgres.store import PRIVILEGES, check_migration, check_never_flushed
+from bufstore.postgres.connection.conninfo import opened_within
 from bufstore.postgres.connection.functions import made_elsewhere
 from bufstore.postgres.connection.migrate import (
     UTF8_NEEDED,
@@ -69,7 +70,8 @@ async def check_postgres(target: Endpoints, log: SeenLog | None) -> list[CheckRe
     pool = new_pool(str(target.plain(pool_size=1).pool.conninfo), size=1)
     try:
         await pool.open(wait=False)
-        async with pool.lend(_TIMEOUT_S) as connection:
+        # Of several hosts, one that hangs takes its time before the next is asked, also in `check_together`.
+        async with pool.lend(2 * opened_within(pool.conninfo, _TIMEOUT_S), _TIMEOUT_S) as connection:
             await _look(notes, connection)
             await _look_at_tables(notes, connection, target, target.schema, None if of_lane else log)
             for lane in of_lane:

@@ -12,6 +12,7 @@ from bufstore.cli.doctor.diagnosis import Level, Notes
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, ConfigDrift, LogRolledBack
 from bufstore.memory.ledger import MemoryLedger
+from bufstore.postgres.connection.conninfo import opened_within
 
 _TIMEOUT_S = 5.0
 _WHERE = "see 'Where a log is flushed to' and 'Going back in time' in docs/OPERATIONS.md"
@@ -34,7 +35,8 @@ async def check_together(notes: Notes, endpoints: Endpoints, log: SeenLog, *, ta
     try:
         if not log.there:
             await endpoints.lost_log(None)  # of several lanes, nobody knows which ledger is this log's
-        async with endpoints.buffer_of(log.target, config, timeout_s=_TIMEOUT_S).connected() as buffer:
+        timeout_s = opened_within(endpoints.postgres, _TIMEOUT_S)
+        async with endpoints.buffer_of(log.target, config, timeout_s=timeout_s).connected() as buffer:
             # A ledger in Postgres makes its tables when it is asked. A new one in memory says what those would say.
             ledger = buffer.ledger if tables else MemoryLedger(endpoints.plain(pool_size=1))
             why = await _apart(buffer, ledger, log)
