@@ -23,6 +23,8 @@ from bufstore.errors import (
     StoreUnavailable,
 )
 from bufstore.jetstream.messages import AppendUnknown
+from bufstore.threads import payload
+from bufstore.threads.payload import AnyPayload
 from thorough import seldom
 from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing, other_partition
 
@@ -244,6 +246,31 @@ def test_an_entry_that_is_too_much_alone_delays_its_own_thread_only() -> None:
         bad = False
         assert await it.flushed("t", within_s=70.0)
 
+    bench(main)
+
+
+def test_an_entry_for_which_the_process_has_no_memory_waits_and_is_not_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Decoder:
+        bad = True
+
+        def decode(self, data: bytes) -> AnyPayload:
+            if self.bad and b"large" in data:
+                raise MemoryError
+            return decoder.decode(data)
+
+    async def main(it: Bench) -> None:
+        await write(it, ["t"], "large")
+        await write(it, GOOD)
+        monkeypatch.setattr(payload, "_decoder", without_memory)
+        await it.start()
+        assert await it.flushed(*GOOD, within_s=30.0)
+        assert "memory" in state_of(it).trouble
+        without_memory.bad = False
+        assert await it.flushed("t", within_s=70.0)
+        assert not it.ledger.parked.entries
+        assert await it.stored() == ["large"]
+
+    decoder, without_memory = payload._decoder, Decoder()
     bench(main)
 
 

@@ -80,6 +80,16 @@ def test_an_operation_comes_back_from_its_bytes(operation: Operation) -> None:
     assert msgspec.json.encode(again) == msgspec.json.encode(operation)
 
 
+def test_a_process_without_memory_takes_no_payload_for_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Decoder:
+        def decode(self, data: bytes) -> Operation:
+            raise MemoryError
+
+    monkeypatch.setattr("bufstore.langgraph.payload._decoder", Decoder())
+    with pytest.raises(MemoryError):
+        decode_payload(b"whatever it is")
+
+
 @given(st.binary(max_size=60) | OPERATIONS.flatmap(lambda o: st.just(encode_payload(o)[:-1])))
 def test_anything_else_is_a_value_error(data: bytes) -> None:
     try:

@@ -78,6 +78,7 @@ def test_only_data_and_constraint_errors_may_ever_park(state: str) -> None:
         (LogFull("x"), Verdict.RETRY),
         (OutcomeUnknown("t", "k"), Verdict.RETRY),
         (StepUnknown("x"), Verdict.RETRY),
+        (MemoryError(), Verdict.SHRINK),
         (StoreMisconfigured("x"), Verdict.DENIED),
         (ConfigError("x"), Verdict.SUSPECT),
         (NotFound("x"), Verdict.SUSPECT),

@@ -51,7 +51,7 @@ def decode_payload(data: bytes) -> Operation:
     try:
         operation = _decoder.decode(data)
         _check(operation)
-    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as e:
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as e:
         raise ValueError(f"undecodable payload: {type(e).__name__}") from e
     return operation
 

@@ -66,13 +66,16 @@ def encode_payload(payload: AnyPayload) -> bytes:
 
 
 def decode_payload(data: bytes) -> AnyPayload:
-    """Decode a payload. Raises ValueError, and nothing else, for bytes that are not a payload."""
+    """Decode a payload. Raises ValueError, and nothing else, for bytes that are not a payload.
+
+    A MemoryError says nothing about the bytes: msgspec takes no memory for what is not there.
+    """
     try:
         payload: AnyPayload = _decoder.decode(data)
         _check_parts(payload)
     except InvalidId as e:
         raise ValueError(f"undecodable payload: {e}") from e
-    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as e:
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as e:
         raise ValueError(f"undecodable payload: {type(e).__name__}") from e
     if payload.keep < 0:
         raise ValueError("negative keep")

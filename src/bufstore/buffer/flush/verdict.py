@@ -94,6 +94,8 @@ def verdict(sqlstate: str | None) -> Verdict:
 
 def verdict_of_app(error: Exception) -> Verdict:
     """Return the verdict for an error that an app's code raised, about which Postgres says nothing."""
+    if isinstance(error, MemoryError):
+        return Verdict.SHRINK
     if isinstance(error, _PASSING):
         return Verdict.RETRY
     return Verdict.DENIED if isinstance(error, StoreMisconfigured) else Verdict.SUSPECT
