@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import bufstore.cli
+from bufstore.cli.operate.permissions import permissions
 from bufstore.cli.running import Commands, Failure, Problem, reporting_errors
 
 
@@ -69,6 +70,15 @@ def test_a_failure_that_cannot_be_printed_as_json_is_still_told(monkeypatch: pyt
     monkeypatch.setattr(click, "echo", full)
     with pytest.raises(Failure, match="why"):
         command(Failure("why")).main(["work", "--json"], standalone_mode=False)
+
+
+def test_permissions_that_cannot_be_written_are_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(click, "echo", full)
+    with pytest.raises(Failure, match="no space left"):
+        permissions.main(["app"], standalone_mode=False)
 
 
 def test_no_socket_gets_the_number_of_a_standard_stream_that_was_closed(tmp_path: Path) -> None:

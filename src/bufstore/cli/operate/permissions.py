@@ -28,6 +28,7 @@ from bufstore.nats import permissions as nats
 )
 @click.option("--api-prefix", metavar="SUBJECT", help="Prefix of the JetStream API, if it is not $JS.API.")
 @click.option("--json", "as_json", is_flag=True, help="Print the subjects as one JSON object.")
+@reporting_errors
 def permissions(role: str, api_prefix: str | None, as_json: bool, **log: Any) -> None:
     """Print what NATS must permit a user of this role, as a block for nats-server's configuration.
 
@@ -35,8 +36,7 @@ def permissions(role: str, api_prefix: str | None, as_json: bool, **log: Any) ->
     these commands. With no more than this an app makes neither stream nor bucket: `bufstore setup` does, as operator.
     Asks no server. For Postgres see `bufstore setup --grant`.
     """
-    api = reporting_errors(NatsConfig)(api_prefix=api_prefix).api
-    found = nats.permissions(nats.Role(role), reporting_errors(LogConfig)(**log), api)
+    found = nats.permissions(nats.Role(role), LogConfig(**log), NatsConfig(api_prefix=api_prefix).api)
     if as_json:
         show_json(found)
     else:
