@@ -164,6 +164,15 @@ def test_what_may_be_over_later_is_no_configuration_that_cannot_work(
     assert text in str(error)
 
 
+def test_a_full_disk_is_told_alike_whichever_consumer_cannot_be_made() -> None:
+    """The flusher logged each of its attempts, several a second."""
+    why = "no space left on device"
+    texts = [f"write /data/a b/obs/name-{n}/o.dat.tmp: {why}" for n in range(2)]
+    one, two = (str(to_error(ApiError(code=500, err_code=10012, description=text), "S")) for text in texts)
+    assert one == two
+    assert f"({why})" in one
+
+
 def test_fewer_nodes_than_replicas_may_be_a_cluster_that_is_being_started() -> None:
     """Regression: it was told to change size, replicas or placement, and not that the last node may just be missing."""
     error = to_error(ApiError(code=400, err_code=10005, description="no suitable peers for placement"), "S")

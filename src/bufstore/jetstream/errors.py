@@ -5,6 +5,7 @@ Codes are the server's own (``err_code`` of an API error); texts only distinguis
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -68,10 +69,16 @@ class StorageFull(LogFull):
         self.said = said
 
 
+#: What was tried with which file, in front of why it failed.
+_FILE = re.compile(r"\w+ /.*: ")
+
+
 class StorageFailed(LogUnavailable):
     """NATS could not write to its disk."""
 
     def __init__(self, said: str) -> None:
+        # The file of a consumer has another name at each attempt to make one, and repeats are known by their text.
+        said = _FILE.sub("", said)
         super().__init__(f"the storage of NATS failed ({said}); if its disk is full, free it and restart nats-server")
 
 
