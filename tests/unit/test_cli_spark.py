@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from pyspark.errors import PySparkValueError
+from pyspark.errors import PySparkValueError, PythonException
 
 from bufstore.cli.app import app as command_line
 from bufstore.cli.operate import spark
@@ -105,3 +105,43 @@ def test_of_an_error_of_ours_in_sparks_its_own_words_are_told(monkeypatch: pytes
     monkeypatch.setattr(spark, "_session", no_session)
     ran = CliRunner().invoke(command_line, ["spark", "table", "/archive", "--json"])
     assert (json.loads(ran.stdout)["error"], ran.stderr) == ("DataLoss", "Error: the log begins at 5\n")
+
+
+_WORKER = (
+    "Traceback (most recent call last):\n"
+    '  File "/app/reading.py", line 7, in read\n'
+    "    return open(path)\n"
+    "           ^^^^^^^^^^\n"
+    "FileNotFoundError: no such file: /mnt/x\n"
+)
+_JAVA = (
+    "An error occurred while calling o128.collectToPython.\n"
+    ": org.apache.spark.SparkException: Job aborted due to stage failure: Task 0 in stage 2.0 failed 1 times\n"
+    "\tat org.apache.spark.scheduler.DAGScheduler.abortStage(DAGScheduler.scala:4568)\n"
+    "Caused by: "
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"An exception was thrown from the Python worker:\n{_WORKER}", "FileNotFoundError: no such file: /mnt/x"),
+        (
+            f"{_JAVA}org.apache.spark.api.python.PythonException: {_WORKER}\n\tat org.apache.spark.X.y(X.scala:1)\n",
+            "FileNotFoundError: no such file: /mnt/x",
+        ),
+        (f"{_JAVA}java.io.EOFException\n\tat java.io.X.y(X.java:1)\n", "java.io.EOFException"),
+    ],
+)
+def test_of_an_error_of_a_worker_its_own_last_line_is_told(
+    monkeypatch: pytest.MonkeyPatch, text: str, told: str
+) -> None:
+    """Regression: of what was none of our errors, only that a worker of Python had raised something was told."""
+
+    def failed(*_: Any, **__: Any) -> None:
+        raise PythonException(text)
+
+    monkeypatch.setattr(tables_job, "tabulate", failed)
+    monkeypatch.setattr(spark, "_session", no_session)
+    ran = CliRunner().invoke(command_line, ["spark", "table", "/archive", "--json"])
+    assert ran.stderr == f"Error: PythonException: {told}\n"

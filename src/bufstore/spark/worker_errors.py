@@ -11,8 +11,13 @@ from bufstore.errors import LogFull, LogUnavailable, StoreUnavailable
 
 #: What a task raises when its servers take nothing.
 _OF_SERVERS = {kind.__name__: kind for kind in (LogFull, LogUnavailable, StoreUnavailable)}
-#: The first line of a Java error that PySpark found no class for, and of each that caused it.
-_JAVAS = re.compile(r"^(?:Caused by)?: (\S[^\r\n]*)", re.MULTILINE)
+#: The first line of a Java error that PySpark found no class for, and of each that caused it. Of an error of a worker,
+#: which has its traceback behind that: the line below the traceback.
+_CAUSES = re.compile(
+    r"(?:^(?:Caused by)?: |Traceback \(most recent call last\):\n(?: .*\n)+)"
+    r"(?!.*Traceback \(most recent call last\):$)(\S[^\r\n]*)",
+    re.MULTILINE,
+)
 _OURS = re.compile(r"\bbufstore\.errors\.(\w+): ([^\r\n]*)")
 
 
@@ -30,8 +35,8 @@ def told_in(error: BaseException) -> Told | None:
 
 
 def cause_in(error: BaseException) -> str | None:
-    """Return what the Java error says that caused this one; None if its text tells of none."""
-    found: list[str] = _JAVAS.findall(str(error))
+    """Return what the error of Java or of a worker says that caused this one; None if its text tells of none."""
+    found: list[str] = _CAUSES.findall(str(error))
     return found[-1] if found else None
 
 
