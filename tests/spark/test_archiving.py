@@ -566,6 +566,22 @@ async def test_who_says_where_to_go_on_takes_what_is_left(spark: Any, deployment
     assert await archived(deployment) == first_place(second.end)
 
 
+async def test_an_archive_whose_folder_is_not_mounted_does_not_begin_anew(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    deployment.verified = False
+    threads, mounted, empty = [fresh() for _ in range(4)], tmp_path / "mounted", str(tmp_path / "empty")
+    await write(deployment, threads, range(2))
+    first = await asyncio.to_thread(archive, spark, where(deployment), str(mounted))
+    await purge(deployment, first.end)
+    await write(deployment, threads, range(2, 4))
+    with pytest.raises(ConfigError, match=rf"is it mounted.*start={first.end}"):
+        await asyncio.to_thread(archive, spark, where(deployment), empty)
+    assert await archived(deployment) == first_place(first.end), "the flushers may purge no more"
+    other = await asyncio.to_thread(archive, spark, where(deployment), empty, start=first.end)
+    assert (other.start, other.count) == (first.end, 8)
+
+
 async def test_a_drain_purges_nothing_that_is_not_archived(deploy: Callable[..., Deployment]) -> None:
     """Drains run when a log is full, and then flushed entries are not retained, but unarchived entries still are."""
     deployment = deploy(max_bytes=1 << 20, archive=True)

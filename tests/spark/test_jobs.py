@@ -105,16 +105,17 @@ async def test_a_run_that_archives_meanwhile_is_no_loss(
     path, thread = str(tmp_path / "archive"), fresh()
     await write(deployment, [thread], range(2))
     await asyncio.to_thread(archive, spark, where(deployment), path)
-    checked = archive_job._check_database
+    checked = archive_job._archived
 
-    async def meanwhile(*arguments: Any) -> None:
+    async def meanwhile(*arguments: Any) -> int:
         monkeypatch.undo()
-        await checked(*arguments)
+        noted = await checked(*arguments)
         await write(deployment, [thread], range(2, 4))
         await asyncio.to_thread(archive, spark, where(deployment), path)
+        return noted
 
     await write(deployment, [thread], range(4, 6))
-    monkeypatch.setattr(archive_job, "_check_database", meanwhile)
+    monkeypatch.setattr(archive_job, "_archived", meanwhile)
     with pytest.raises(ArchiveOvertaken):
         await asyncio.to_thread(archive, spark, where(deployment), path)
     report = await asyncio.to_thread(archive, spark, where(deployment), path)

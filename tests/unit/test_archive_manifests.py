@@ -11,7 +11,8 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from bufstore import ConfigError, LogConfig, NatsConfig
-from bufstore.buffer.subjects import first_position
+from bufstore.buffer.places import first_place
+from bufstore.buffer.subjects import first_position, first_sequence
 from bufstore.buffer.target import Target
 from bufstore.nats.ranges import LogState
 from bufstore.spark import ArchiveOvertaken, DataLoss, Deployment
@@ -52,11 +53,26 @@ def test_a_log_that_ends_before_its_archive_has_lost_something() -> None:
     def log(end: int, created: str = "then") -> LogState:
         return LogState(LogConfig(), created, 0, 1, end, 0, Target("threads", "postgres", "x"))
 
-    assert archive_job._begin(manifests, log(9)) == archive_job._begin(manifests, log(12)) == 9
+    assert archive_job._begin(manifests, log(9), 0) == archive_job._begin(manifests, log(12), 0) == 9
     with pytest.raises(DataLoss, match="lost its end"):
-        archive_job._begin(manifests, log(8))
+        archive_job._begin(manifests, log(8), 0)
     with pytest.raises(DataLoss, match="no longer exists"):
-        archive_job._begin(manifests, msgspec.structs.replace(log(20, "later"), first=10))
+        archive_job._begin(manifests, msgspec.structs.replace(log(20, "later"), first=10), 0)
+
+
+def test_an_archive_begins_anew_only_where_nothing_that_another_has_is_gone() -> None:
+    """Regression: where the folder was not mounted, an archive began anew, and what it took over was then purged."""
+
+    def log(first: int, epoch: int = 0) -> LogState:
+        return LogState(LogConfig(), "then", epoch, first, first + 9, 0, Target("threads", "postgres", "x"))
+
+    assert archive_job._begin([], log(7), 0) == archive_job._begin([], log(7), first_place(6)) == 7, "nobody has it"
+    assert archive_job._begin([], log(1), first_place(8)) == 1, "all is there still"
+    begun_anew = first_sequence(2)
+    assert archive_job._begin([], log(begun_anew, 2), first_place(begun_anew + 3)) == begun_anew
+    for archived in (first_place(7), first_place(9)):
+        with pytest.raises(ConfigError, match=r"is it mounted.*start=7"):
+            archive_job._begin([], log(7), archived)
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=6), st.randoms())

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bufstore.buffer.places import first_place
+from bufstore.buffer.places import first_place, group_of
+from bufstore.buffer.subjects import first_position
 from bufstore.buffer.target import check_proof, check_same
 from bufstore.errors import ConfigDrift, ConfigError, DataLoss
 from bufstore.nats.ranges import LogReader, LogState
@@ -55,7 +56,8 @@ def archive(
     It begins where the newest range ends; a new archive begins with the log's first message, or at sequence `start`.
     Once the manifest is written, the flushers may purge the range (`LogConfig.archive`); if a run dies before it tells
     them, the next run does. Keep one archive for each deployment: another folder starts over, and the flushers keep
-    only what lies above the furthest position that was archived.
+    only what lies above the furthest position that was archived. So once entries that are noted as archived have left
+    the log, a folder without an archive is refused (ConfigError) unless `start` is given: it may not be mounted.
 
     Raises DataLoss when a part was purged before it was archived, when the log ends before the archive does, or when
     the stream is not that of the newest range: then give `start` to continue there, and accept that entries may be
@@ -72,8 +74,8 @@ def archive(
     manifests = counting(known)
     log = loop().run(log_of(deployment, max((m.end for m in manifests), default=0)))
     check_domain(log)
-    loop().run(_check_database(deployment, log))
-    begin = _checked(start, manifests, log) if start is not None else _begin(manifests, log)
+    archived = loop().run(_archived(deployment, log))
+    begin = _checked(start, manifests, log) if start is not None else _begin(manifests, log, archived)
     check_begin(manifests, log.created, begin)
     if start is None and manifests:
         loop().run(_note(deployment, log, begin))
@@ -115,9 +117,16 @@ def archive(
     return ArchiveReport(start=found.start, end=found.end, count=found.count, path=path)
 
 
-def _begin(manifests: Sequence[Manifest], log: LogState) -> int:
+def _begin(manifests: Sequence[Manifest], log: LogState, archived: int) -> int:
+    """Return where to begin. `archived`: up to which place Postgres notes the log as archived, wherever that was."""
     whole(manifests)
     if not manifests:
+        if first_position(log.epoch) < first_place(log.first) <= archived:
+            raise ConfigError(
+                f"the log is archived up to message {group_of(archived)}, and no longer has what comes before "
+                f"{log.first}; but there is no archive in this folder: is it mounted? To begin another archive here, "
+                f"without those messages, give start={log.first}"
+            )
         return log.first
     last = max(manifests, key=lambda m: m.end)
     if last.created == log.created and last.end > log.end:
@@ -187,12 +196,16 @@ async def log_of(deployment: Deployment, reached: int = 0) -> LogState:
         await reader.aclose()
 
 
-async def _check_database(deployment: Deployment, log: LogState) -> None:
-    """Raise ConfigDrift for a database that is not the log's: the log's flushers would never see the note in it."""
+async def _archived(deployment: Deployment, log: LogState) -> int:
+    """Return up to which place the log is archived, as its database notes.
+
+    Raises ConfigDrift for a database that is not the log's: the log's flushers would never see the note in it.
+    """
     async with deployment.database(log.config) as (_, ledger):
-        noted = await ledger.target()
+        noted, archived = await ledger.target(), await ledger.archived()
     check_same(deployment.stream, log.target, noted)
     check_proof(deployment.stream, log.target, proven=noted is not None)
+    return archived
 
 
 async def _begun(deployment: Deployment, log: LogState, end: int) -> None:
