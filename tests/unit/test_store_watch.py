@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bufstore.buffer.read.store_watch import StoreWatch
+from bufstore.errors import StoreUnavailable
 from unit.fake_log import run
 
 _PATIENCE_S = 0.01
@@ -166,5 +167,34 @@ def test_a_store_that_answers_soon_is_not_asked_whether_it_answers() -> None:
         await asyncio.gather(reads(), later())  # at each moment somebody waits, but nobody for long
         assert not store.questions
         await watch.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_nobody_looks_whether_the_store_is_back_once_the_watch_is_closed(turns: int) -> None:
+    """Regression: a question that failed just when the watch closed began to look, for as long as the loop lived."""
+
+    class Asked(_Answering):
+        async def answers(self) -> None:
+            self.answer = asyncio.get_running_loop().create_future()
+            await self.answer
+
+    async def main() -> None:
+        store = Asked()
+        watch = StoreWatch[Any](store, 10.0)
+        watch.take_for_down("away")
+        await asyncio.sleep(0.1)
+        store.answer.set_result(None)
+        await asyncio.sleep(0.1)
+        assert watch.down is None
+        question = watch._asking()
+        await asyncio.sleep(0.1)
+        store.answer.set_exception(StoreUnavailable("away again"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await watch.aclose()
+        assert question.done()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run(main())

@@ -229,7 +229,8 @@ class StoreWatch(Generic[S]):
                 extra={"action": "store_down"},
             )
             self._wake()
-            self._probe = Lasting(self._look_for_store, name="bufstore-store-probe")
+            if not self._closed:  # a question may end while `aclose` waits
+                self._probe = Lasting(self._look_for_store, name="bufstore-store-probe")
 
     async def _look_for_store(self) -> None:
         while self.down is not None:
