@@ -18,8 +18,8 @@ TURNS = 10
 #: The same for who waits for something that itself waits for an answer, and for what has arrived.
 BEHIND_TURNS = 3 * TURNS
 
-#: How long a task that somebody has cancelled pauses. Who ends all tasks of a loop would meet a new one, again and
-#: again; the loop does not live until this time, then.
+#: How long a task pauses that failed, or that somebody has cancelled. Who ends all tasks of a loop would meet a new
+#: one, again and again; the loop does not live until this time, then.
 _AGAIN_S = 0.5
 
 #: A timer that is late by so many seconds shows that the loop stood still.
@@ -218,7 +218,10 @@ def interrupted(task: Task[Any]) -> bool:
 
 
 class Lasting:
-    """A task that somebody needs for as long as this is open. It begins anew if it is cancelled, or ended by Ctrl-C."""
+    """A task that somebody needs for as long as this is open. It begins anew unless its work returns.
+
+    It may be cancelled, ended by Ctrl-C, or by an error that its work does not handle: the loop is told of that.
+    """
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> None:
         self._work, self._name, self._closed = work, name, False
@@ -230,10 +233,15 @@ class Lasting:
             self._task.add_done_callback(self._ended)
 
     def _ended(self, task: Task[None]) -> None:
-        if task.cancelled():
-            task.get_loop().call_later(_AGAIN_S, self._begin)
-        elif interrupted(task):
+        if interrupted(task):
             self._begin()
+            return
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception) and not self._closed:
+            message = f"{self._name} failed, and begins anew"
+            task.get_loop().call_exception_handler({"message": message, "exception": error, "task": task})
+        if task.cancelled() or isinstance(error, Exception):
+            task.get_loop().call_later(_AGAIN_S, self._begin)
 
     async def aclose(self) -> None:
         """End the task. May be called twice."""

@@ -29,6 +29,7 @@ from bufstore.shared_call import SharedCall
 from bufstore.tasks import (
     LATE_S,
     Closing,
+    Lasting,
     StrayCancelledError,
     end,
     own_cancels_only,
@@ -363,5 +364,31 @@ def test_a_call_that_fails_again_is_not_repeated_again() -> None:
         with pytest.raises(LogUnavailable):
             await while_awake(call, 1.0)
         assert made == 2
+
+    run(main())
+
+
+def test_a_lasting_task_begins_anew_after_an_error_and_tells_the_loop_of_it() -> None:
+    """Regression: it ended for good, and nobody was told."""
+    told, begun = list[Any](), list[float]()
+
+    async def work() -> None:
+        begun.append(asyncio.get_running_loop().time())
+        if len(begun) < 3:
+            raise ValueError(f"number {len(begun)}")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("while it is closed")
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: told.append(str(context["exception"])))
+        began, lasting = loop.time(), Lasting(work, name="lasting")
+        await asyncio.sleep(10)
+        await lasting.aclose()
+        await asyncio.sleep(10)
+        assert [round(at - began, 1) for at in begun] == [0.0, 0.5, 1.0]
+        assert told == ["number 1", "number 2"]
 
     run(main())
