@@ -274,6 +274,41 @@ def test_an_entry_for_which_the_process_has_no_memory_waits_and_is_not_parked(mo
     bench(main)
 
 
+@pytest.mark.parametrize("call", ["read back", "write"])
+def test_a_waiting_entry_for_which_the_process_has_no_memory_delays_no_other(
+    call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: the flusher's loop began anew each second, and no other waiting thread had its turn."""
+
+    async def main(it: Bench) -> None:
+        no_memory, held = True, True
+        flush, first = it.ledger.flush, it.ledger.waiting.first
+
+        async def flush_(cursors: Sequence[Cursor], threads: Sequence[str], decide: Decide, **bounds: int) -> Any:
+            if no_memory and call == "write" and any(w.item.thread_id == "t" for w in decide({}).waiting):
+                raise MemoryError
+            return await flush(cursors, threads, decide, **bounds)
+
+        async def first_(threads: Sequence[str], *bounds: int) -> Any:
+            if no_memory and call == "read back" and "t" in threads:
+                raise MemoryError
+            return await first(threads, *bounds)
+
+        it.ledger.flush, it.ledger.waiting.first = flush_, first_  # type: ignore[method-assign]
+        failing(it, lambda c: refused("P0001") if held and c.thread_id in ("t", "u") else None)
+        await write(it, ["t", "u"])
+        await it.start()
+        await asyncio.sleep(20)
+        held = False
+        assert await it.flushed("u", within_s=20.0)
+        assert not [r for r in caplog.records if r.exc_info]
+        no_memory = False
+        assert await it.flushed("t", within_s=70.0)
+        assert not it.ledger.parked.entries
+
+    bench(main)
+
+
 def test_many_entries_that_are_each_too_much_alone_leave_the_others_their_time() -> None:
     """They were tried one after the other, each for as long as a statement may take: together, without a pause."""
 

@@ -15,7 +15,6 @@ from bufstore.buffer.chain import Parked, Watermark
 from bufstore.buffer.entry import Item, Malformed, items_of
 from bufstore.buffer.flush.deciding import Threads, decide_thread, payload_bytes
 from bufstore.buffer.flush.owned_partition import OwnedPartition, size_of
-from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Decision, FlushFailed, QuarantineBusy, QuarantineFull
 from bufstore.buffer.ports.waiting import WaitingEntry
@@ -128,8 +127,6 @@ class Committer:
                 held = [owned.cursor for owned in owned_partitions]
                 flushed = await self._ledger.flush(held, names, decide, probe=probe, size=payload_bytes(threads))
                 break
-            except MemoryError as e:
-                raise FlushFailed("this process has no memory left to flush it", Verdict.SHRINK) from e
             except QuarantineFull as e:
                 raise NoRoom(e, parked) from e
             except _Gap as gap:

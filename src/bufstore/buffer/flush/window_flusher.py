@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from bufstore.buffer.entry import Item, StoredEntry
 from bufstore.buffer.flush.blame import THREADS_MIN, Blame
@@ -52,6 +52,15 @@ _ALONE_MAX_S = 64.0
 _THERE_S = 5.0
 #: This many refused threads are enough to find out what is wrong.
 _REFUSED_MAX = 100
+
+
+@contextlib.contextmanager
+def _own_memory() -> Iterator[None]:
+    """Raise FlushFailed if this process has no memory for what is in the block, as if Postgres had none."""
+    try:
+        yield
+    except MemoryError as e:
+        raise FlushFailed("this process has no memory left to flush it", Verdict.SHRINK) from e
 
 
 class Later(Exception):
@@ -154,13 +163,21 @@ class WindowFlusher:
         queued = [t for t in thread_ids if t is not None and t not in in_memory]
         failed = [t for t in queued if first_only or self.waiting.tries(t)]
         going_on = [t for t in queued if not (first_only or self.waiting.tries(t))]
+        read: Sequence[str] = ()
         try:
             for part, most in ((failed, len(failed)), (going_on, self._room)):
                 room = min(most, self._room - sum(map(len, found.values())))
                 if part and room > 0:
-                    found.update(await self.queues.read(part[:room], room))
+                    read = part[:room]
+                    with _own_memory():
+                        found.update(await self.queues.read(read, room))
         except (BufstoreError, FlushFailed) as e:
-            raise self._later(e) from e
+            if not isinstance(e, FlushFailed) or e.verdict is not Verdict.SHRINK:
+                raise self._later(e) from e
+            if len(read) > 1:
+                self._room = len(read) // 2
+                raise self._later(e) from e
+            self._wait(read[0], e, alone=True, longest_s=_ALONE_MAX_S)
         if found:
             await self._settle(found, probe=probe)
 
@@ -170,7 +187,8 @@ class WindowFlusher:
         if not waiting:
             return
         try:
-            await self._committer.queue(waiting)
+            with _own_memory():
+                await self._committer.queue(waiting)
         except (NotOwner, BufstoreError, AppendUnknown) as e:
             raise self._later(e) from e
         except FlushFailed as e:
@@ -399,7 +417,8 @@ class WindowFlusher:
             self._quarantine_full = full  # also if some of these were parked
 
     async def _commit(self, threads: Threads, *, probe: int) -> WindowOutcome:
-        committed = await self._committer.commit(threads, probe=probe)
+        with _own_memory():
+            committed = await self._committer.commit(threads, probe=probe)
         if committed is None:
             return WindowOutcome()
         self._room = min(2 * self._room, self._config.flush_max_entries)
