@@ -181,6 +181,41 @@ def test_what_the_store_still_refuses_is_found_and_the_rest_is_applied(whole: li
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("error", [MemoryError(), FlushFailed("57014", Verdict.SHRINK)], ids=lambda e: type(e).__name__)
+def test_entries_that_are_too_much_together_are_replayed_one_by_one(error: Exception) -> None:
+    """Regression: such a replay ended as if Postgres were away, each time."""
+
+    async def main() -> None:
+        run, items, most = Run(run_id="r", thread_id=THREAD), list[StoredEntry](), 1
+        for n in (1, 2, 3):
+            payload = encode_payload(Payload(n - 1, encode_messages([n]), encode_run(run), save_of(run)))
+            entry = Entry(
+                id=n, prev_id=n - 1, base=Base.CHAINED, seen=0, version=n, self_contained=False, keys=b"",
+                payload=payload,
+            )  # fmt: skip
+            items.append(StoredEntry(THREAD, n, entry))
+        flushed_ = Flushed()
+        await flushed_.window(items, items, frozenset({1}))
+        bench = Bench(flushed_)
+        apply = bench.store.apply
+
+        async def limited(connection: object, batch: Any) -> None:
+            if sum(len(change.messages) for change in batch) > most:
+                raise error
+            await apply(connection, batch)
+
+        bench.store.apply = limited  # type: ignore[method-assign]
+        most = 0
+        with pytest.raises(StoreUnavailable):
+            await bench.quarantine.replay_thread(THREAD)
+        most = 1
+        done = await bench.quarantine.replay_thread(THREAD)
+        assert [o.outcome for o in done] == [Outcome.APPLIED] * 3
+        assert not bench.parked.entries
+
+    asyncio.run(main())
+
+
 async def test_a_discard_that_fails_half_way_tells_the_writers_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each position is a transaction of its own. A writer that is not told goes on building on what is parked."""
     flushed = Flushed()

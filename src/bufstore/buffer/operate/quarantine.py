@@ -132,9 +132,11 @@ async def replaying(quarantine: Quarantine, thread_id: str, start: int = 0) -> A
             except FlushFailed as e:
                 if e.verdict.needs_operator:
                     raise StoreMisconfigured(str(e)) from e
-                if e.verdict not in (Verdict.POISON, Verdict.SUSPECT) or decide.last is None:
+                too_much = e.verdict is Verdict.SHRINK and not single
+                if not (too_much or e.verdict in (Verdict.POISON, Verdict.SUSPECT)) or decide.last is None:
                     raise StoreUnavailable(str(e)) from e
-                # Apply one entry at a time until the one to blame is found. The entries that build on it stay here.
+                # Apply one entry at a time: less may be possible, or the one to blame is found. The entries that build
+                # on that stay here.
                 if single:
                     refused[decide.last] = str(e)
                 single = True
