@@ -127,6 +127,18 @@ def test_the_log_alone_shows_no_thread_that_is_broken_although_all_of_it_is_chai
     assert from_log_alone(THREADS, "t", [first, appended(51, 2, "b", 1, keep=3, version=4)]) is None
 
 
+def test_the_log_alone_shows_a_thread_that_was_healed_although_nobody_can_read_what_was_parked_of_it() -> None:
+    """Regression: an entry of a kind that this release does not know, say, ended each such read."""
+    first = appended(50, 1, "a", base=Base.NONE, self_contained=True, seen=10)
+    unknown = entry(51, 2, 1, self_contained=True)
+    whole = appended(52, 3, "b", 2, self_contained=True)
+    for items in ([first, unknown, whole], [unknown, whole]):
+        shown = from_log_alone(THREADS, "t", items)
+        assert shown is not None
+        assert shown.messages == encode_messages(["b"])
+    assert from_log_alone(THREADS, "t", [first, unknown]) is None
+
+
 # What is flushed, repaired, purged.
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from bufstore.buffer.chain import Watermark, superseded
-from bufstore.buffer.domain import Change, Domain, S
+from bufstore.buffer.domain import Change, Domain, Inapplicable, S
 from bufstore.buffer.entry import Base, Item, StoredEntry
 from bufstore.buffer.flush.deciding import decide_thread
 
@@ -38,9 +38,10 @@ def from_log_alone(domain: Domain[Any, S, Any], thread_id: str, items: Sequence[
         state = overlay(domain, start, thread_id, items[i:])
         if state.watermark.broken_since is not None or not _chained(items[i:]):
             continue
-        if any(_change(domain, thread_id, items[j]).whole for j in starts if j > i):
+        later = (_change(domain, thread_id, items[j]) for j in starts if j > i)
+        if any(change is not None and change.whole for change in later):
             change = _change(domain, thread_id, item)
-            if not (change.whole or change.gone):
+            if change is None or not (change.whole or change.gone):
                 continue
         if item.entry.base is not Base.CHAINED:
             # If this entry does not count, its keys and numbers were never used, as the writer of the next entry has
@@ -54,9 +55,13 @@ def from_log_alone(domain: Domain[Any, S, Any], thread_id: str, items: Sequence[
     return None
 
 
-def _change(domain: Domain[Any, Any, Any], thread_id: str, item: Item) -> Change:
+def _change(domain: Domain[Any, Any, Any], thread_id: str, item: Item) -> Change | None:
+    """Return what the entry changes; None if it cannot be applied."""
     assert isinstance(item, StoredEntry)
-    change: Change = domain.coalesce(thread_id, 0, [item])
+    try:
+        change: Change = domain.coalesce(thread_id, 0, [item])
+    except Inapplicable:
+        return None
     return change
 
 
