@@ -70,7 +70,7 @@ class StorageFull(LogFull):
 
 
 #: What was tried with which file, in front of why it failed.
-_FILE = re.compile(r"\w+ /.*: ")
+_FILE = re.compile(r"\b\w+ /.*: ")
 
 
 class StorageFailed(LogUnavailable):
