@@ -124,6 +124,7 @@ async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faste
     assert await come_back(spark, deployment, path, [thread]) == {thread: list(range(12))}
 
 
+@pytest.mark.long
 async def test_a_restore_into_a_log_that_is_full_says_so(
     spark: Any, deployment: Deployment, deploy: Callable[..., Deployment], tmp_path: Path
 ) -> None:

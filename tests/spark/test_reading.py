@@ -227,6 +227,7 @@ async def test_a_query_outlives_an_outage_of_its_source(spark: Any, own_servers:
     assert await asyncio.to_thread(spark.read.parquet(str(tmp_path / "out")).count) == 5
 
 
+@pytest.mark.long  # each look waits until that node would have heard of the next leader
 async def test_a_read_has_what_was_acknowledged_though_an_old_leader_tells_where_the_log_ends(
     replicated: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
