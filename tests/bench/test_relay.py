@@ -33,11 +33,17 @@ async def _echo() -> AsyncIterator[str]:
             writer.write(data)
             await writer.drain()
         writer.close()
+        await writer.wait_closed()
 
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        yield f"nats://me:secret@127.0.0.1:{port}/there"
+    async with asyncio.TaskGroup() as echoes:  # before Python 3.12, a server does not wait for its connections
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            echoes.create_task(echo(reader, writer))
+
+        server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            yield f"nats://me:secret@127.0.0.1:{port}/there"
 
 
 async def _connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

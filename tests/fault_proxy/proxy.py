@@ -158,19 +158,21 @@ class FaultProxy:
                 link.abort()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            writer.transport.abort()  # also if the task was cancelled before it had the server's end
+
         task = asyncio.ensure_future(self._serve(reader, writer))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ended)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.refuse:
-            writer.transport.abort()
             return
         try:
             server_reader, server_writer = await asyncio.open_connection(*self.leads_to)
         except OSError:
-            writer.transport.abort()  # the server is away: reset the client's connection too
-            return
+            return  # the server is away: the client's connection is reset too
         link = _Link(writer, server_writer)
         self._links.add(link)
         try:

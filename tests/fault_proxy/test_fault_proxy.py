@@ -290,3 +290,22 @@ async def test_a_commit_without_a_reply_is_applied_once(deployment: Deployment, 
             await store.force_flush(thread_id)
             found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
             assert found == [said(0), said(1)]
+
+
+async def test_a_connection_that_does_not_reach_the_server_yet_ends_with_the_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: nobody closed it, which pytest held against whichever test ran when the collector found it."""
+    connect, asked = asyncio.open_connection, asyncio.Event()
+
+    async def hangs(*_: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "open_connection", hangs)
+    async with FaultProxy("127.0.0.1", 1) as proxy:
+        reader, writer = await connect("127.0.0.1", proxy.port)
+        await asked.wait()
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    writer.close()
+    await writer.wait_closed()
