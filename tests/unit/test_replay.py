@@ -39,6 +39,17 @@ def waits(seq: int, id_: int, prev: int, *, base: int | None = 100, whole: bool 
     return ParkedEntry(seq=seq, thread_id="t", base_id=base, cause="c", parked_at=datetime.now(UTC), item=item)
 
 
+def saved(number: int, keep: int, *, whole: bool = False) -> StoredEntry:
+    """The checkpoint at this position, which keeps `keep` messages and adds its number as one."""
+    run = Run(run_id="r", thread_id=THREAD)
+    payload = encode_payload(Payload(keep, encode_messages([number]), encode_run(run), save_of(run)))
+    entry = Entry(
+        id=number, prev_id=number - 1, base=Base.CHAINED, seen=0, version=keep + 1, self_contained=whole, keys=b"",
+        payload=payload,
+    )  # fmt: skip
+    return StoredEntry(THREAD, number, entry)
+
+
 def damaged(seq: int) -> ParkedEntry:
     item = Malformed("s", seq, (), "damage", "t")
     return ParkedEntry(seq=seq, thread_id="t", base_id=100, cause="c", parked_at=datetime.now(UTC), item=item)
@@ -143,16 +154,10 @@ def test_a_replay_makes_what_the_log_would_have_made_without_that_poison(seed: i
 def test_what_the_store_still_refuses_is_found_and_the_rest_is_applied(whole: list[bool], refused: set[int]) -> None:
     async def main() -> None:
         items, version = [], 0
-        run = Run(run_id="r", thread_id=THREAD)
         for n, is_whole in enumerate(whole, 1):
             keep = 0 if is_whole else version
             version = keep + 1
-            payload = encode_payload(Payload(keep, encode_messages([n]), encode_run(run), save_of(run)))
-            entry = Entry(
-                id=n, prev_id=n - 1, base=Base.CHAINED, seen=0, version=version, self_contained=is_whole, keys=b"",
-                payload=payload,
-            )  # fmt: skip
-            items.append(StoredEntry(THREAD, n, entry))
+            items.append(saved(n, keep, whole=is_whole))
         flushed_ = Flushed()
         await flushed_.window(items, items, frozenset(range(1, 9)))  # all of it is parked
         bench = Bench(flushed_)
@@ -186,14 +191,7 @@ def test_entries_that_are_too_much_together_are_replayed_one_by_one(error: Excep
     """Regression: such a replay ended as if Postgres were away, each time."""
 
     async def main() -> None:
-        run, items, most = Run(run_id="r", thread_id=THREAD), list[StoredEntry](), 1
-        for n in (1, 2, 3):
-            payload = encode_payload(Payload(n - 1, encode_messages([n]), encode_run(run), save_of(run)))
-            entry = Entry(
-                id=n, prev_id=n - 1, base=Base.CHAINED, seen=0, version=n, self_contained=False, keys=b"",
-                payload=payload,
-            )  # fmt: skip
-            items.append(StoredEntry(THREAD, n, entry))
+        items, most = [saved(n, n - 1) for n in (1, 2, 3)], 1
         flushed_ = Flushed()
         await flushed_.window(items, items, frozenset({1}))
         bench = Bench(flushed_)
